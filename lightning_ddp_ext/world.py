@@ -209,11 +209,11 @@ def launcher_of(environ: Environ) -> Launcher | None:
     if _has_several_processes(environ, OPEN_MPI):
         return OPEN_MPI
     # With srun --mpi=pmi2, both are set, but only SLURM's describe the nodes.
-    slurm_describes_nodes = is_slurm(environ) and PMI.local_rank not in environ
+    slurm_describes_nodes = _is_slurm(environ) and PMI.local_rank not in environ
     is_pmi = PMI.rank in environ and _has_several_processes(environ, PMI)
     if is_pmi and not slurm_describes_nodes:
         return PMI
-    if is_slurm(environ):
+    if _is_slurm(environ):
         return SLURM
     is_by_hand = {BY_HAND.rank, BY_HAND.world_size, BY_HAND.local_rank} <= environ.keys()
     return BY_HAND if is_by_hand else None
@@ -266,7 +266,7 @@ def _world_from(environ: Environ, launcher: Launcher, devices: int | None) -> Wo
     )
 
 
-def is_slurm(environ: Environ) -> bool:
+def _is_slurm(environ: Environ) -> bool:
     """Whether SLURM starts the ranks, which it does not in an interactive job.
 
     This is Lightning's rule: users start the ranks of such a job by other means.

@@ -204,8 +204,12 @@ class Channel:
         self._loop.close()
 
     async def _close_connections(self) -> None:
+        """Send pending messages, stop accepting, and close all connections."""
         self._flush()
-        await self._cancel_accepting()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}  # those that accept
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         # The peers close first: closing with unread data would discard sent messages.
         peers = list(self._peers.values())
         for connection in peers:
@@ -215,12 +219,6 @@ class Channel:
         for connection in list(self._connections):
             connection.close(CLOSED)
         await asyncio.sleep(0)  # in which the loop closes their sockets
-
-    async def _cancel_accepting(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _accept(self, listener: socket.socket) -> None:
         """Accept connections until this is cancelled, and close the listener."""

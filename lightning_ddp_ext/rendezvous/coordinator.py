@@ -163,6 +163,7 @@ class Coordinator:
         ============  ==================  ================================================
         ``refused``   this rank           it belongs to another run
         ``retry``     this rank           it starts the next run before rank 0 does
+        ``refused``   this rank           all ranks of this run have connected
         ``refused``   all ranks           the start has failed, or this rank does not fit
         ``accepted``  this rank           otherwise; after the last one, all are welcomed
         ============  ==================  ================================================

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.rendezvous.endpoint import Address, FileEndpoint, TcpEndpoint
-from lightning_ddp_ext.rendezvous.handshake import Handshake
+from lightning_ddp_ext.rendezvous.handshake import Handshake, Link
 from lightning_ddp_ext.rendezvous.init_method import File, Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Request
@@ -142,13 +142,14 @@ def announce_handshake() -> None:
     """
     send_hello = Handshake.send_hello
 
-    def send_hello_and_announce(handshake: Handshake, host: str, address: Address) -> None:
+    def send_hello_and_announce(handshake: Handshake, host: str, address: Address) -> Link:
         try:
-            send_hello(handshake, host, address)
+            link = send_hello(handshake, host, address)
         except OSError as error:
             announce(str(error))
             raise
         announce("connected")
+        return link
 
     Handshake.send_hello = send_hello_and_announce
     TcpEndpoint.publish = lambda self, address: announce("listens")
