@@ -196,6 +196,6 @@ def common_message(outcomes: Sequence[Outcome], kind: type[BaseException]) -> st
     return message
 
 
-def process(rank: int, pid: int, host: str = HOST) -> str:
+def process_name(rank: int, pid: int, host: str = HOST) -> str:
     """Return the name of a process in messages."""
     return f"rank {rank} (host {host}, pid {pid})"

@@ -31,7 +31,7 @@ from tests.rendezvous.connecting import (
     message_of,
     outcomes_at,
     place,
-    process,
+    process_name,
     request,
     server,
     silent,
@@ -95,8 +95,8 @@ def test_ranks_of_a_second_run_are_refused_and_the_first_continues(
         finished = ranks.wait(0, 1)
     for fields, outcome in zip(late, refused, strict=True):
         assert message_of(outcome, RendezvousError) == (
-            f"another run of 2 ranks is active at {where} with {process(0, ranks.pids[0])}, and"
-            f" {process(fields['rank'], outcome.pid)} of {fields['world_size']} cannot join it;"
+            f"another run of 2 ranks is active at {where} with {process_name(0, ranks.pids[0])}, and"
+            f" {process_name(fields['rank'], outcome.pid)} of {fields['world_size']} cannot join it;"
             " stop that run, or choose another init_method for this one"
         )
     assert [outcome.exit_code for outcome in finished] == [0, 0]
@@ -119,7 +119,7 @@ def test_two_named_runs_at_one_address_do_not_mix(kind: str, tmp_path: Path) -> 
             (refused,) = ranks.wait(seat)
             assert message_of(refused, RendezvousError) == (
                 f"rank 0 at {where} belongs to another run (STEP=0) than"
-                f" {process(seat - 2, refused.pid)} (STEP=1); give each run its own"
+                f" {process_name(seat - 2, refused.pid)} (STEP=1); give each run its own"
                 " MASTER_PORT or init_method"
             )
         ranks.release(1)

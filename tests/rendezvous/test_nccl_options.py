@@ -12,7 +12,7 @@ from lightning_ddp_ext import NCCLOptions
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.process_context import leave
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
-from tests.harness.training import At, Net, backend, fit
+from tests.harness.training import Net, backend, fit
 
 # The variables of ``interface="lo"``, and of options of each type.
 ON_LO = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
@@ -23,7 +23,8 @@ VARIABLES_OF_EACH_TYPE = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_BUFFSIZE": str(2**23),
 }
-NAMES = ("NCCL_DEBUG", *ON_LO, *VARIABLES_OF_EACH_TYPE)
+RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
+NAMES = ("NCCL_DEBUG", RETHROW, *ON_LO, *VARIABLES_OF_EACH_TYPE)
 NOT_EXPORTED = dict.fromkeys(NAMES)  # as they may be on a developer's machine
 
 
@@ -124,25 +125,14 @@ def test_settings_that_nccl_may_not_read_again_are_reported(tmp_path: Path) -> N
     assert outcome.output.count(warning) == 1, outcome.story()
 
 
-RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
-
-
-def value_while_training(directory: Path, backend_name: str) -> str | None:
-    """Train with a backend, and return the variable's value meanwhile."""
-    values: list[str | None] = []
-    record = At("on_train_start", lambda trainer: values.append(os.environ.get(RETHROW)))
-    strategy = {"process_group_backend": backend_name}
-    fit("ours", directory, Net(), record, strategy=strategy, devices=1, fast_dev_run=1)
-    (value,) = values
-    return value
-
-
 def fit_over_gloo_and_nccl(rank: int, world_size: int, directory: Path) -> dict[str, str | None]:
     """Return the variable's value during each run, and after leaving the group."""
-    values = {
-        "gloo": value_while_training(directory, "gloo"),
-        "nccl": value_while_training(directory, backend("nccl_stand_in")),
-    }
+    values = {}
+    for name in ("gloo", backend("nccl_stand_in")):
+        recorder = Recorder()
+        strategy = {"process_group_backend": name}
+        fit("ours", directory, Net(), recorder, strategy=strategy, devices=1, fast_dev_run=1)
+        values[name] = recorder.variables.get(RETHROW)
     leave()
     return {**values, "after": os.environ.get(RETHROW)}
 
@@ -150,8 +140,8 @@ def fit_over_gloo_and_nccl(rank: int, world_size: int, directory: Path) -> dict[
 @pytest.mark.parametrize(
     ("exported", "expected"),
     [
-        (None, {"gloo": None, "nccl": "0", "after": None}),
-        ("1", {"gloo": "1", "nccl": "1", "after": "1"}),
+        (None, {"gloo": None, "nccl_stand_in": "0", "after": None}),
+        ("1", {"gloo": "1", "nccl_stand_in": "1", "after": "1"}),
     ],
 )
 def test_torch_leaves_errors_of_cuda_to_python(
