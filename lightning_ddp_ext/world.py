@@ -223,8 +223,17 @@ def _has_several_processes(environ: Environ, launcher: Launcher) -> bool:
     return _first_integer(environ, launcher.world_size) not in (None, 1)
 
 
+def _is_slurm(environ: Environ) -> bool:
+    """Whether SLURM starts the ranks, which it does not in an interactive job.
+
+    This is Lightning's rule: users start the ranks of such a job by other means.
+    """
+    is_interactive = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    return "SLURM_NTASKS" in environ and not is_interactive
+
+
 def run_of(source: str, environ: Environ) -> str:
-    """Return the name of a run of this launcher; empty if it has none.
+    """Return a launcher's name for this run; empty if it has none.
 
     >>> run_of("SLURM", {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"})
     'SLURM_JOB_ID=12 SLURM_STEP_ID=0'
@@ -263,17 +272,6 @@ def _world_from(environ: Environ, launcher: Launcher, devices: int | None) -> Wo
         local_world_size=local_world_size,
         node_rank=rank // per_node if node_rank is None else node_rank,
         source=launcher.source,
-    )
-
-
-def _is_slurm(environ: Environ) -> bool:
-    """Whether SLURM starts the ranks, which it does not in an interactive job.
-
-    This is Lightning's rule: users start the ranks of such a job by other means.
-    """
-    return "SLURM_NTASKS" in environ and environ.get("SLURM_JOB_NAME") not in (
-        "bash",
-        "interactive",
     )
 
 
