@@ -153,7 +153,11 @@ class ConnectionSettings:
             timeout=timeout_of(strategy),
             init_timeout=self._init_timeout,
             variables=self._variables,
-            versions=_versions(),
+            versions={
+                "torch": str(torch.__version__),
+                lightning_name: lightning_version,
+                "lightning_ddp_ext": __version__,
+            },
             run=run_of(world.source, os.environ),
             launch_failure=started.failure if started is not None else lambda: None,
             timeouts=self.timeouts,
@@ -245,11 +249,3 @@ def _is_overridden(name: str, environment: ClusterEnvironment) -> bool:
     By default, these read ``MASTER_ADDR`` and ``MASTER_PORT``.
     """
     return getattr(type(environment), name) is not getattr(LightningEnvironment, name)
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "torch": str(torch.__version__),
-        lightning_name: lightning_version,
-        "lightning_ddp_ext": __version__,
-    }
