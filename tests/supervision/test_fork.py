@@ -114,17 +114,22 @@ def test_the_error_counts_the_ranks_of_all_nodes() -> None:
     assert run_ranks(train_second_node, 1, env=env) == [2]
 
 
-def plant_report(marker: Path, *_: object) -> None:
-    """Exit, after another user has written this process's report.
+def report_file() -> Path:
+    """Return the file in which this process reports its exception.
 
-    Its path is a variable of torch's function that runs a started process.
+    It is a variable of torch's function that runs a started process.
     """
     frame = sys._getframe()
     while "error_file" not in frame.f_locals:
         assert frame.f_back is not None
         frame = frame.f_back
-    path = frame.f_locals["error_file"]
-    Path(path).write_bytes(pickle.dumps(WouldRun(marker)))
+    return Path(frame.f_locals["error_file"])
+
+
+def plant_report(marker: Path, *_: object) -> None:
+    """Exit, after another user has written this process's report."""
+    path = report_file()
+    path.write_bytes(pickle.dumps(WouldRun(marker)))
     os.chown(path, os.getuid() + 1, -1)
     os._exit(1)
 
@@ -141,6 +146,22 @@ def test_a_report_that_another_user_wrote_is_not_read(tmp_path: Path) -> None:
         (outcome,) = launching.wait()
     assert "process 1 terminated with exit code 1" in outcome.output, outcome.story()
     assert not marker.exists()
+
+
+def die_in_report(*_: object) -> None:
+    """Die after half of this process's report is written."""
+    whole = pickle.dumps("Traceback (most recent call last):")
+    report_file().write_bytes(whole[: len(whole) // 2])
+    model.die()
+
+
+def test_a_rank_that_dies_while_it_reports_is_named(tmp_path: Path) -> None:
+    """The error names its signal, although its report cannot be read."""
+    failed = launch(
+        tmp_path, model.in_step(model.wait_for_ever, 0), model.in_step(die_in_report, 1)
+    )
+    error = f"lightning_ddp_ext.errors.RankDiedError: local {failed.who[1]} died: it was killed by"
+    assert failed.lines[-1].startswith(f"{error} SIGKILL"), failed.output
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,12 @@ from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from lightning_ddp_ext.rendezvous.process_context import leave
+from lightning_ddp_ext.supervision.child_scripts import (
+    EXIT_WITHIN,
+    ChildScripts,
+    record_started,
+    started_ranks,
+)
 from lightning_ddp_ext.supervision.exception_report import print_line
 from lightning_ddp_ext.supervision.failure import supervised
 from lightning_ddp_ext.supervision.parent_watch import (
@@ -27,13 +33,7 @@ from lightning_ddp_ext.supervision.parent_watch import (
     set_rank_variables,
     watch_launcher,
 )
-from lightning_ddp_ext.supervision.rank_processes import (
-    EXIT_WITHIN,
-    ChildScripts,
-    RankProcesses,
-    record_started,
-    started_ranks,
-)
+from lightning_ddp_ext.supervision.rank_processes import RaisedAt, RankProcesses
 
 from ..callbacks.rank_debugger import NO_LIMIT, rank_debugger_of
 from ..checkpoints.run_files import RunFiles
@@ -232,9 +232,10 @@ class ProcessesLauncher(MultiProcessingLauncher):
         os.environ["MASTER_PORT"] = str(self._environment.main_port)
         state = self._state_for_ranks()
         environ = dict(os.environ)
+        raised_at = RaisedAt(self._start_method, self._strategy.num_processes)
         processes = torch.multiprocessing.start_processes(
             self._run_rank,
-            args=(os.getpid(), environ, state, results, trainer, function, args, kwargs),
+            args=(os.getpid(), environ, state, raised_at, results, trainer, function, args, kwargs),
             nprocs=self._strategy.num_processes,
             join=False,
             start_method=self._start_method,
@@ -242,6 +243,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         self.procs = processes.processes
         RankProcesses(
             processes,
+            raised_at,
             results.path,
             self._parts.deadline.total_seconds(),
             first_rank=self._environment.node_rank() * self._strategy.num_processes,
@@ -263,6 +265,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         launcher_pid: int,
         environ: Any,
         state: Any,
+        raised_at: RaisedAt,
         results: Any,
         trainer: Any,
         function: Callable[..., Any],
@@ -279,13 +282,15 @@ class ProcessesLauncher(MultiProcessingLauncher):
             # same parameters. Lightning only copies them for spawn.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
         is_rank_zero = self._environment.node_rank() == local_rank == 0
-        args = self._parts.files.resolve_last(args, trainer, is_rank_zero=is_rank_zero)
         function = partial(supervised, function, harmless=_HARMLESS, rescue=self._parts.rescue.save)
         try:
+            args = self._parts.files.resolve_last(args, trainer, is_rank_zero=is_rank_zero)
             self._wrapping_function(local_rank, trainer, function, args, kwargs, results, state)
-        except RankFailedError as error:
-            # The launching process prints the traceback of the rank that failed first.
-            print_line(error)
+        except Exception as error:
+            raised_at.record(local_rank, error)
+            if isinstance(error, RankFailedError):
+                # The launching process prints the traceback of the rank that failed first.
+                print_line(error)
             raise
         finally:
             leave()
