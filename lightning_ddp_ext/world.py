@@ -68,8 +68,10 @@ class World:
 
     def _as_integer(self, field: str, low: int, high: int | None, remedy: str) -> int:
         """Convert a field to an ``int`` and return it, or raise if it is out of range."""
-        sizes = f"world_size {self.world_size}, local_world_size {self.local_world_size}"
-        remedy = f"{remedy} (from {self.source}: {sizes})"
+        remedy += (
+            f" (from {self.source}: world_size {self.world_size}, local_world_size"
+            f" {self.local_world_size})"
+        )
         number = integer(getattr(self, field), field, at_least=low, at_most=high, remedy=remedy)
         object.__setattr__(self, field, number)  # the dataclass is frozen
         return number

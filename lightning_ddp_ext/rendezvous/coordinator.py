@@ -195,8 +195,8 @@ class Coordinator:
     def _welcome(self) -> None:
         table = tuple(self._present[rank] for rank in range(self._hello.world_size))
         self._decision = table
-        ranks = [astuple(info) for info in table]
-        self._channel.send("handshake", {"welcome": ranks, "route": self._route})
+        welcome = {"welcome": [astuple(info) for info in table], "route": self._route}
+        self._channel.send("handshake", welcome)
 
     def _objection_to(self, hello: Hello) -> RendezvousError | None:
         """Return the error that this hello causes, or that has already ended the start."""

@@ -140,12 +140,11 @@ class ConnectionSettings:
 
     def _request(self, strategy: pl.strategies.DDPStrategy) -> Request:
         started = started_ranks()
-        method = self.init_method
         world = world_of(strategy)
         return Request(
             world=world,
-            init_method=str(method or Env()),
-            is_explicit=method is not None,
+            init_method=str(self.init_method or Env()),
+            is_explicit=self.init_method is not None,
             has_one_device=getattr(strategy, "devices_per_rank", 1) == 1,
             endpoint=self._endpoint(strategy, world),
             backend=backend_of(strategy),
