@@ -46,14 +46,12 @@ class World:
     source: str
 
     def __post_init__(self) -> None:
-        self._check("world_size", 1, None, "count all processes of the run")
-        size = self.world_size
-        self._check("rank", 0, size - 1, "count the ranks from 0")
-        self._check("local_world_size", 1, size, "count the processes of this node")
-        local_size = self.local_world_size
-        self._check("local_rank", 0, local_size - 1, "count the processes of this node from 0")
-        # Every other node holds at least one rank.
-        self._check("node_rank", 0, size - local_size, "count the nodes from 0")
+        size = self._as_integer("world_size", 1, None, "count all processes of the run")
+        self._as_integer("rank", 0, size - 1, "count the ranks from 0")
+        local = self._as_integer("local_world_size", 1, size, "count the processes of this node")
+        self._as_integer("local_rank", 0, local - 1, "count the processes of this node from 0")
+        # Every other node has at least one rank.
+        self._as_integer("node_rank", 0, size - local, "count the nodes from 0")
 
     @property
     def num_nodes(self) -> int:
@@ -68,17 +66,24 @@ class World:
         """Whether this is the first of all ranks."""
         return self.rank == 0
 
-    def _check(self, field: str, low: int, high: int | None, remedy: str) -> None:
-        """Convert a field to an ``int``, or raise if it is out of range."""
-        sizes = f"world_size {self.world_size}, local_world_size {self.local_world_size}"
-        remedy = f"{remedy} (from {self.source}: {sizes})"
+    def _as_integer(self, field: str, low: int, high: int | None, remedy: str) -> int:
+        """Convert a field to an ``int`` and return it, or raise if it is out of range."""
+        remedy += (
+            f" (from {self.source}: world_size {self.world_size}, local_world_size"
+            f" {self.local_world_size})"
+        )
         number = integer(getattr(self, field), field, at_least=low, at_most=high, remedy=remedy)
         object.__setattr__(self, field, number)  # the dataclass is frozen
+        return number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """The names of the variables in which a launcher describes a process's place."""
+    """The names of the variables in which a launcher describes a process's place.
+
+    Of several names for one number, the first that is set counts. ``run`` variables are
+    the same on all ranks of a run, and differ between runs.
+    """
 
     source: str
     rank: str
@@ -86,7 +91,7 @@ class Launcher:
     local_rank: str
     local_world_size: str = ""
     node_rank: tuple[str, ...] = ()
-    run_variables: tuple[str, ...] = ()
+    run: tuple[str, ...] = ()
 
 
 BY_HAND = Launcher(
@@ -101,7 +106,7 @@ TORCHRUN = replace(
     BY_HAND,
     source="torchrun",
     node_rank=("GROUP_RANK",),
-    run_variables=("TORCHELASTIC_RUN_ID",),
+    run=("TORCHELASTIC_RUN_ID",),
 )
 OPEN_MPI = Launcher(
     source="Open MPI",
@@ -109,7 +114,7 @@ OPEN_MPI = Launcher(
     world_size="OMPI_COMM_WORLD_SIZE",
     local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
     local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    run_variables=("PMIX_NAMESPACE",),
+    run=("PMIX_NAMESPACE",),
 )
 PMI = Launcher(  # MPICH, Intel MPI
     source="PMI",
@@ -124,7 +129,7 @@ SLURM = Launcher(
     world_size="SLURM_NTASKS",
     local_rank="SLURM_LOCALID",
     node_rank=("SLURM_NODEID",),
-    run_variables=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    run=("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
 
 
@@ -206,11 +211,11 @@ def launcher_of(environ: Environ) -> Launcher | None:
     if _has_several_processes(environ, OPEN_MPI):
         return OPEN_MPI
     # With srun --mpi=pmi2, both are set, but only SLURM's describe the nodes.
-    slurm_describes_nodes = is_slurm(environ) and PMI.local_rank not in environ
+    slurm_describes_nodes = _is_slurm(environ) and PMI.local_rank not in environ
     is_pmi = PMI.rank in environ and _has_several_processes(environ, PMI)
     if is_pmi and not slurm_describes_nodes:
         return PMI
-    if is_slurm(environ):
+    if _is_slurm(environ):
         return SLURM
     is_by_hand = {BY_HAND.rank, BY_HAND.world_size, BY_HAND.local_rank} <= environ.keys()
     return BY_HAND if is_by_hand else None
@@ -220,16 +225,28 @@ def _has_several_processes(environ: Environ, launcher: Launcher) -> bool:
     return _first_integer(environ, launcher.world_size) not in (None, 1)
 
 
+def _is_slurm(environ: Environ) -> bool:
+    """Whether SLURM starts the ranks, which it does not in an interactive job.
+
+    This is Lightning's rule: users start the ranks of such a job by other means.
+    """
+    is_interactive = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    return "SLURM_NTASKS" in environ and not is_interactive
+
+
 def run_of(source: str, environ: Environ) -> str:
-    """Return the variables that number a launcher's runs; empty if it has none.
+    """Return a launcher's name for this run; empty if it has none.
 
     >>> run_of("SLURM", {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"})
     'SLURM_JOB_ID=12 SLURM_STEP_ID=0'
     """
-    names = {
-        launcher.source: launcher.run_variables for launcher in (TORCHRUN, OPEN_MPI, SLURM)
-    }.get(source, ())
-    return " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+    variables = [
+        name
+        for launcher in (TORCHRUN, OPEN_MPI, SLURM)
+        if launcher.source == source
+        for name in launcher.run
+    ]
+    return " ".join(f"{name}={environ[name]}" for name in variables if name in environ)
 
 
 def _world_from(environ: Environ, launcher: Launcher, devices: int | None) -> World:
@@ -238,13 +255,14 @@ def _world_from(environ: Environ, launcher: Launcher, devices: int | None) -> Wo
     world_size = _integer(environ, launcher.world_size)
     local_rank = _first_integer(environ, launcher.local_rank)
     node_rank = _first_integer(environ, *launcher.node_rank)
-    local_world_size = _first_integer(environ, launcher.local_world_size)
     if launcher is SLURM:
         local_world_size = _slurm_tasks_on_node(environ)
+    else:
+        local_world_size = _first_integer(environ, launcher.local_world_size)
     if local_world_size is None:
-        before_node = rank - (local_rank or 0)  # ranks on earlier nodes
-        if devices is None and node_rank and before_node > 0:
-            devices = before_node // node_rank
+        ranks_on_earlier_nodes = rank - (local_rank or 0)
+        if devices is None and node_rank and ranks_on_earlier_nodes > 0:
+            devices = ranks_on_earlier_nodes // node_rank
         # check_devices refuses too many or too few devices, and names the user's numbers.
         known_processes = max(devices or world_size, (local_rank or 0) + 1)
         local_world_size = min(known_processes, world_size)
@@ -256,17 +274,6 @@ def _world_from(environ: Environ, launcher: Launcher, devices: int | None) -> Wo
         local_world_size=local_world_size,
         node_rank=rank // per_node if node_rank is None else node_rank,
         source=launcher.source,
-    )
-
-
-def is_slurm(environ: Environ) -> bool:
-    """Whether SLURM starts the ranks, which it does not in an interactive job.
-
-    This is Lightning's rule: users start the ranks of such a job by other means.
-    """
-    return "SLURM_NTASKS" in environ and environ.get("SLURM_JOB_NAME") not in (
-        "bash",
-        "interactive",
     )
 
 

@@ -84,6 +84,9 @@ class GradientAveraging:
 
         Other errors are unchanged.
         """
+        # HACK: only the text of torch's error lists these parameters, by their numbers;
+        # see Reducer::ensure_prior_reduction_finished in torch's reducer.cpp. An error
+        # with another text stays as it is.
         unused = re.search(r"which did not receive grad for rank (\d+): ([\d ]+)", message)
         if unused is None or "find_unused_parameters" not in message:
             return

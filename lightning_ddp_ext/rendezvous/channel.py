@@ -63,7 +63,6 @@ class Channel:
         self._loop = asyncio.SelectorEventLoop()
         self._thread: threading.Thread | None = None
         self._is_closing = False
-        self._closing = asyncio.Event()
 
     # Connecting.
 
@@ -84,7 +83,7 @@ class Channel:
         self._accepting = asyncio.run_coroutine_threadsafe(self._accept(listener), self._loop)
 
     def stop_accepting(self) -> None:
-        """Close the listener, where late ranks get a refusal, but no connection."""
+        """Close the listener; the kernel then refuses further connections."""
         if self._accepting is not None:
             self._accepting.cancel()
 
@@ -165,7 +164,7 @@ class Channel:
         if self._thread is None:
             self._loop.close()
             return
-        self._loop.call_soon_threadsafe(self._closing.set)
+        self._loop.call_soon_threadsafe(self._loop.stop)
         if not self.is_current_thread:
             self._thread.join(timeout=2 * _FLUSH_SECONDS)
         self._listeners.clear()
@@ -200,13 +199,17 @@ class Channel:
             self._thread.start()
 
     def _serve(self) -> None:
-        self._loop.run_until_complete(self._serve_until_closing())
+        self._loop.run_forever()  # until `close` stops it
+        self._loop.run_until_complete(self._close_connections())
         self._loop.close()
 
-    async def _serve_until_closing(self) -> None:
-        await self._closing.wait()
+    async def _close_connections(self) -> None:
+        """Send pending messages, stop accepting, and close all connections."""
         self._flush()
-        await self._cancel_accepting()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}  # those that accept
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         # The peers close first: closing with unread data would discard sent messages.
         peers = list(self._peers.values())
         for connection in peers:
@@ -216,12 +219,6 @@ class Channel:
         for connection in list(self._connections):
             connection.close(CLOSED)
         await asyncio.sleep(0)  # in which the loop closes their sockets
-
-    async def _cancel_accepting(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _accept(self, listener: socket.socket) -> None:
         """Accept connections until this is cancelled, and close the listener."""

@@ -1,7 +1,6 @@
 """Run rank 0's part of the handshake, which accepts or refuses all ranks together.
 
-The start is undecided until all ranks have connected, which sets ``_table``, or until
-the first error, which sets ``_error``. Afterwards, both stay as they are. Messages
+The start is decided once: when all ranks have connected, or by the first error. Messages
 arrive on the channel's thread, which decides; the main thread waits, and checks the
 conditions that no message reports. ``handshake`` lists the messages.
 """
@@ -12,6 +11,7 @@ import socket
 from contextlib import closing, suppress
 from dataclasses import astuple
 from functools import partial
+from typing import TypeAlias
 
 from torch.distributed import TCPStore
 
@@ -25,6 +25,9 @@ from lightning_ddp_ext.rendezvous.opened_sockets import OpenedSockets
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request, difference_between
 from lightning_ddp_ext.rendezvous.sockets import host_of, listen
 from lightning_ddp_ext.rendezvous.wire import Connection, Message, encode
+
+# All ranks, or the error that every rank raises.
+Decision: TypeAlias = tuple[RankInfo, ...] | RendezvousError
 
 _POLL = 0.25  # seconds between checks for conditions that end the wait without a message
 
@@ -47,8 +50,7 @@ class Coordinator:
         if self._where == "env://" and isinstance(self._request.endpoint, TcpEndpoint):
             self._where = f"{self._request.endpoint.where} ({self._where})"
         self._present = {0: hello.info}  # the accepted ranks
-        self._table: tuple[RankInfo, ...] = ()
-        self._error: RendezvousError | None = None
+        self._decision: Decision | None = None
         self._refused: set[int] = set()  # the ranks that received the error
         self._route = ""  # this host's address for ranks on other networks
         listener, self._address = self._listen()
@@ -68,7 +70,7 @@ class Coordinator:
         """
         withdraw = partial(self._request.endpoint.withdraw, self._address)
         try:
-            self._wait_until_decided()
+            table = self._wait_for_decision()
         except BaseException as error:
             self._refuse(gave_up_error(self._hello.info, error))
             if isinstance(error, RendezvousError):
@@ -78,19 +80,20 @@ class Coordinator:
         if self._request.endpoint.is_local:  # so that a later kill cannot leave the address behind
             withdraw()
         return Connections(
-            self._channel, self._table, self._store, self._store_sockets, self._route, withdraw
+            self._channel, table, self._store, self._store_sockets, self._route, withdraw
         )
 
-    def _wait_until_decided(self) -> None:
-        while not self._is_decided():
+    def _wait_for_decision(self) -> tuple[RankInfo, ...]:
+        """Return all ranks once they have connected, or raise the error."""
+        while self._decision is None:
             self._check_conditions()
             seconds = min(_POLL, self._deadline.remaining)
-            self._channel.wait_for(lambda: self._is_decided() or bool(self._channel.ended), seconds)
-        if self._error is not None:
-            raise self._error
-
-    def _is_decided(self) -> bool:
-        return bool(self._table) or self._error is not None
+            self._channel.wait_for(
+                lambda: self._decision is not None or bool(self._channel.ended), seconds
+            )
+        if isinstance(self._decision, RendezvousError):
+            raise self._decision
+        return self._decision
 
     def _check_conditions(self) -> None:
         """Check the conditions that end the wait without a message."""
@@ -160,16 +163,18 @@ class Coordinator:
         ============  ==================  ================================================
         ``refused``   this rank           it belongs to another run
         ``retry``     this rank           it starts the next run before rank 0 does
+        ``refused``   this rank           all ranks of this run have connected
         ``refused``   all ranks           the start has failed, or this rank does not fit
         ``accepted``  this rank           otherwise; after the last one, all are welcomed
         ============  ==================  ================================================
         """
         info = hello.info
         is_of_named_run = bool(self._hello.run and hello.run)
-        is_back = info in self._table or info.rank in self._channel.ended
+        started = self._decision if isinstance(self._decision, tuple) else ()
+        is_of_earlier_run = bool(started) and (info in started or info.rank in self._channel.ended)
         if is_of_named_run and hello.run != self._hello.run:
             _reply(connection, refusal_of(_other_run(self._where, self._hello, hello)))
-        elif self._table and is_back:
+        elif is_of_earlier_run:
             _reply(connection, {"retry": "an earlier run has not exited there"})
         elif (error := self._objection_to(hello)) is not None:
             self._refused.add(info.rank)
@@ -188,16 +193,17 @@ class Coordinator:
             self._welcome()
 
     def _welcome(self) -> None:
-        self._table = tuple(self._present[rank] for rank in range(self._hello.world_size))
-        ranks = [astuple(info) for info in self._table]
-        self._channel.send("handshake", {"welcome": ranks, "route": self._route})
+        table = tuple(self._present[rank] for rank in range(self._hello.world_size))
+        self._decision = table
+        welcome = {"welcome": [astuple(info) for info in table], "route": self._route}
+        self._channel.send("handshake", welcome)
 
     def _objection_to(self, hello: Hello) -> RendezvousError | None:
-        """Return the error that ends the start, or is the end of it already."""
-        if self._error is not None:
-            return self._error
-        if self._table:
-            return _too_late(hello, self._table)
+        """Return the error that this hello causes, or that has already ended the start."""
+        if isinstance(self._decision, RendezvousError):
+            return self._decision
+        if self._decision is not None:
+            return _too_late(hello, self._decision)
         difference = difference_between(self._hello, hello)
         if difference is not None:
             return RendezvousError(difference)
@@ -215,8 +221,8 @@ class Coordinator:
     def _refuse(self, error: RendezvousError) -> None:
         """Refuse the start for all ranks, unless it has already succeeded or failed."""
         with self._channel.arrived:
-            if not self._is_decided():
-                self._error = error
+            if self._decision is None:
+                self._decision = error
                 self._channel.send("handshake", refusal_of(error))
                 self._channel.arrived.notify_all()
 

@@ -25,7 +25,7 @@ import socket
 import struct
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import Store, TCPStore
 
@@ -63,6 +63,13 @@ class Connections:
     withdraw: Callable[[], None] = lambda: None
 
 
+class Link(NamedTuple):
+    """The numeric hosts of rank 0 and of this rank, in their connection."""
+
+    rank_zero: str
+    here: str
+
+
 class Handshake:
     """Connects this rank to rank 0."""
 
@@ -76,10 +83,7 @@ class Handshake:
         self._replies: Message = {}  # rank 0's latest ones, which the channel's thread adds
         self._last_error = OSError("not tried")
         self._published: Address | None = None
-        # Of the latest connection: its address as tried, and the hosts of both ends.
-        self._where = ""
-        self._host = ""
-        self._own_address = ""
+        self._where = ""  # the latest address that accepted a connection, for messages
         channel.listen("handshake", self._replies.update)
 
     def connect(self) -> Connections:
@@ -91,15 +95,15 @@ class Handshake:
             RankDiedError: rank 0 died after all ranks had connected.
         """
         try:
-            self._find_rank_zero()
+            link = self._find_rank_zero()
             with OpenedSockets() as store_sockets:
-                store = self._open_store()
+                store = self._open_store(link.rank_zero)
             table = self._await_welcome()
         except BaseException as error:
             self._report_end(error)
             raise
         is_on_network_of_rank_zero = self._hello.info.network == table[0].network
-        route = self._replies["route"] if is_on_network_of_rank_zero else self._own_address
+        route = self._replies["route"] if is_on_network_of_rank_zero else link.here
         return Connections(self._channel, table, store, store_sockets, route, self._withdraw)
 
     def _report_end(self, error: BaseException) -> None:
@@ -122,7 +126,8 @@ class Handshake:
 
     # Finding rank 0.
 
-    def _find_rank_zero(self) -> None:
+    def _find_rank_zero(self) -> Link:
+        """Try to connect until rank 0 accepts this rank."""
         for _ in self._deadline.ticks():
             sentence = self._request.launch_failure()
             if sentence is not None:
@@ -131,23 +136,23 @@ class Handshake:
             if self._published is None:
                 self._last_error = OSError("rank 0 has not published its address there")
                 continue
-            if self._is_accepted_at(self._published):
-                return
+            link = self._try(self._published)
+            if link is not None:
+                return link
             self._raise_if_port_is_taken()
         raise self._not_found()
 
-    def _is_accepted_at(self, address: Address) -> bool:
-        """Try the hosts of an address, and return whether rank 0 has accepted this rank."""
+    def _try(self, address: Address) -> Link | None:
+        """Try the hosts of an address until rank 0 accepts this rank at one of them."""
         for host in address.candidates(self._hello.info.network):
             try:
-                self.send_hello(host, address)
-                return True
+                return self.send_hello(host, address)
             except OSError as error:
                 # A name may become resolvable only when its host is up.
                 self._last_error = error
-        return False
+        return None
 
-    def send_hello(self, host: str, address: Address) -> None:
+    def send_hello(self, host: str, address: Address) -> Link:
         """Wait until the process at an address has accepted this rank.
 
         Raises:
@@ -156,8 +161,7 @@ class Handshake:
         """
         connected = self._connect(host, address.port)
         self._where = f"{host}:{address.port}"
-        self._host = host_of(connected.getpeername())
-        self._own_address = host_of(connected.getsockname())
+        link = Link(host_of(connected.getpeername()), host_of(connected.getsockname()))
         self._channel.connect(0, connected)
         self._replies.clear()
         self._channel.send("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
@@ -172,6 +176,7 @@ class Handshake:
             raise error_in(self._replies["refused"])
         if "accepted" not in self._replies:
             raise OSError(self._reason_without_reply())
+        return link
 
     def _connect(self, host: str, port: int) -> socket.socket:
         seconds = max(0.1, min(self._request.timeouts.connect, self._deadline.remaining))
@@ -229,14 +234,14 @@ class Handshake:
 
     # Waiting for the other ranks.
 
-    def _open_store(self) -> TCPStore:
+    def _open_store(self, host: str) -> TCPStore:
         """Open the store before the welcome arrives.
 
         After the welcome, hundreds of ranks would connect to the store simultaneously.
         """
         port = self._replies["accepted"]
         try:
-            return connect_store(self._host, port, self._deadline, self._raise_if_over)
+            return connect_store(host, port, self._deadline, self._raise_if_ended)
         except RendezvousError:
             self._await_welcome()  # raises a better error if rank 0 has refused, or is not replying
             raise
@@ -246,14 +251,14 @@ class Handshake:
             self._channel.send("handshake", {"overdue": self._deadline.seconds})
             self._wait_for("welcome", self._request.timeouts.answer)
         if "welcome" not in self._replies:
-            self._raise_if_over()
+            self._raise_if_ended()
             raise self._lost("did not reply")
         return self._table()
 
     def _table(self) -> tuple[RankInfo, ...]:
         return tuple(RankInfo(*values) for values in self._replies["welcome"])
 
-    def _raise_if_over(self) -> None:
+    def _raise_if_ended(self) -> None:
         if "refused" in self._replies:
             raise error_in(self._replies["refused"])
         if 0 in self._channel.ended and "welcome" in self._replies:

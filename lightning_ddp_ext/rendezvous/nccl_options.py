@@ -7,8 +7,6 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from lightning_ddp_ext.errors import ConfigurationError
 
-Level = Literal["LOC", "NVL", "PIX", "PXB", "PHB", "SYS"]
-
 _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 INTERFACE_VARIABLES = (_NCCL_INTERFACE, _GLOO_INTERFACE)
@@ -38,9 +36,9 @@ class NCCLOptions:
     p2p_disable: bool | None = None
     """Whether GPUs of one host exchange data through host memory rather than directly.
     """
-    p2p_level: Level | None = None
-    """The largest distance at which GPUs access each other's memory: ``"NVL"`` is
-    NVLink, ``"SYS"`` any distance.
+    p2p_level: Literal["LOC", "NVL", "PIX", "PXB", "PHB", "SYS"] | None = None
+    """The largest distance at which GPUs access each other's memory: ``"LOC"`` is
+    never, ``"NVL"`` over NVLink, ``"SYS"`` any distance.
     """
     ib_disable: bool | None = None
     """Whether hosts exchange data over TCP even if they have InfiniBand or RoCE."""
@@ -48,8 +46,10 @@ class NCCLOptions:
     """InfiniBand adapters, ``"mlx5_0:1,mlx5_1:1"``; a leading ``"^"`` excludes them,
     ``"="`` matches exact names.
     """
-    net_gdr_level: Level | None = None
-    """The largest distance at which network adapters access the memory of GPUs."""
+    net_gdr_level: Literal["LOC", "PIX", "PXB", "PHB", "SYS"] | None = None
+    """The largest distance at which network adapters access the memory of GPUs:
+    ``"LOC"`` is never, ``"SYS"`` any distance.
+    """
     socket_nthreads: int | None = None
     """CPU threads for each TCP connection, 1 to 16."""
     nsocks_perthread: int | None = None

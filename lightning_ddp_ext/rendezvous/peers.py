@@ -2,13 +2,12 @@
 
 Rank 0 decides which event was first, and sends it to all ranks. Each rank then aborts
 pending collectives, which unblocks its main thread with an error. If nothing unblocks
-that thread during a run, a Trainer's call such as ``fit``, the process exits.
+that thread during a run, the process exits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -17,6 +16,7 @@ from lightning_ddp_ext.forced_exit import ForcedExit
 from lightning_ddp_ext.ranks import RemoteTraceback, shortened
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.request import RankInfo, Timeouts
+from lightning_ddp_ext.rendezvous.runs import current_run
 from lightning_ddp_ext.rendezvous.wire import Message
 
 Kind = Literal["died", "failed", "left", "absent", "hung"]
@@ -82,60 +82,6 @@ def event_of(kind: Kind, info: RankInfo, reason: str = "", traceback_text: str =
         reason[:_LONGEST_TEXT],
         shortened(traceback_text, _LONGEST_TEXT),
     )
-
-
-@dataclass
-class Run:
-    """A Trainer's call on this process, such as ``fit``.
-
-    Its strategy keeps it until the next call.
-
-    Attributes:
-        is_outermost: whether no other run was under way at its start; a Trainer may run
-            inside another Trainer's hook.
-        is_joint: whether all ranks make this run.
-        has_failed: whether an exception ended it, which the Trainer may still be
-            handling. A rank without an exception may then wait in a collective call
-            that this rank never makes.
-    """
-
-    is_outermost: bool
-    is_joint: bool = True
-    has_failed: bool = False
-
-
-_under_way: list[Run] = []
-_joint_runs = 0
-
-
-@contextmanager
-def start_run(*, is_joint: bool = True) -> Iterator[Run]:
-    """Mark the block as a run.
-
-    After another rank's death, this process exits if its main thread stays blocked in a
-    run. Outside of runs, such as in the user's code after ``fit``, a death is only
-    recorded, and signals do not stop ranks. The same applies to a run of this rank
-    alone.
-    """
-    global _joint_runs
-    run = Run(is_outermost=not _under_way, is_joint=is_joint)
-    if run.is_outermost and is_joint:
-        _joint_runs += 1
-    _under_way.append(run)
-    try:
-        yield run
-    finally:
-        _under_way.pop()
-
-
-def current_run() -> Run | None:
-    """Return the innermost run that is under way in the main thread, if any."""
-    return _under_way[-1] if _under_way else None
-
-
-def joint_runs() -> int:
-    """Return the number of runs that all ranks make and that this rank has started."""
-    return _joint_runs
 
 
 class Peers:
@@ -249,9 +195,8 @@ class Peers:
 
     def _record(self, event: PeerEvent) -> PeerEvent:
         """Record an event; all ranks get the first failure and the first departure."""
-        is_departure = event.kind == "left"
         with self.arrived:
-            if is_departure:
+            if event.kind == "left":
                 is_first = self._departed is None
                 self._departed = self._departed or event
             else:
@@ -260,13 +205,13 @@ class Peers:
             self.arrived.notify_all()
         if is_first and self.rank == 0:
             self.channel.send("event", asdict(event))
-        if is_first and not is_departure:
-            self._end_later(event)
+        if is_first and event.kind != "left":
+            self._exit_if_blocked(event)
             self._abort()
         return self.cause or event
 
-    def _end_later(self, event: PeerEvent) -> None:
-        """Force the exit after some time if the main thread stays blocked in a run.
+    def _exit_if_blocked(self, event: PeerEvent) -> None:
+        """Start to force the exit of a main thread that stays blocked in a run.
 
         The exit skips clean-up, which could also block.
         """

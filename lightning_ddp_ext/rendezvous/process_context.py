@@ -31,9 +31,10 @@ from lightning_ddp_ext.rendezvous.coordinator import Coordinator
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake
 from lightning_ddp_ext.rendezvous.named_barrier import NamedBarriers
-from lightning_ddp_ext.rendezvous.peers import Peers, event_of, start_run
+from lightning_ddp_ext.rendezvous.peers import Peers, event_of
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups, check_variables
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request
+from lightning_ddp_ext.rendezvous.runs import start_run
 from lightning_ddp_ext.threads import use_device
 
 _logger = rank_logger(__name__, ranks=0)  # for messages that are the same on all ranks
@@ -91,14 +92,15 @@ class ProcessContext:
             ranks: its members, by default all ranks; other ranks get a group that they
                 cannot use.
             backend: as in ``torch.distributed.new_group``.
-            purpose: calls with the same arguments return the same group.
+            purpose: the use of the group, for messages; calls with the same arguments
+                return the same group.
         """
         members = list(self.peers.everyone if ranks is None else ranks)
         key = (*members, backend, purpose)
         if key not in self.groups.others:
             # Without the barrier, a rank would wait in the store for one that failed or
             # is elsewhere.
-            self.barriers.enter(f"forming a group{' for ' if purpose else ''}{purpose}")
+            self.barriers.enter(f"forming a group for {purpose}" if purpose else "forming a group")
             with self._forming():
                 self.groups.form(key, members, backend)
         return self.groups.others[key]
@@ -125,7 +127,7 @@ class ProcessContext:
         if len(self.table) == 1:
             return request
         world = request.world
-        first = self.groups.request
+        connected = self.groups.request
         if (world.rank, world.world_size) != (self.world.rank, self.world.world_size):
             raise GroupInUseError(
                 f"this process is already rank {self.world.rank} of {self.world.world_size}, but"
@@ -133,17 +135,17 @@ class ProcessContext:
                 " same devices and num_nodes for every Trainer of a script, or call"
                 " torch.distributed.destroy_process_group() before a Trainer with one device"
             )
-        if request.is_explicit and request.init_method != first.init_method:
+        if request.is_explicit and request.init_method != connected.init_method:
             raise GroupInUseError(
-                f"this process's group was formed with init_method {first.init_method!r}, but this"
-                f" Trainer requests {request.init_method!r}; use the same init_method for every"
-                " Trainer of a script"
+                f"this process's group was formed with init_method {connected.init_method!r}, but"
+                f" this Trainer requests {request.init_method!r}; use the same init_method for"
+                " every Trainer of a script"
             )
         cause = self.peers.cause
-        is_over_here = self.peers.has_raised and cause is not None and cause.kind != "died"
-        if not is_over_here:
+        is_dealt_with = self.peers.has_raised and cause is not None and cause.kind != "died"
+        if not is_dealt_with:
             self.peers.check()
-        return replace(request, init_method=first.init_method, endpoint=first.endpoint)
+        return replace(request, init_method=connected.init_method, endpoint=connected.endpoint)
 
     def can_serve(self, request: Request) -> bool:
         """Whether a Trainer with an adapted request can use the groups."""

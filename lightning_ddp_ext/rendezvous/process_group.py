@@ -63,12 +63,12 @@ class ProcessGroups:
     """The default process group and the others that the package forms.
 
     Args:
-        request: the settings of the first default group.
+        request: the settings of the first Trainer.
         connections: the results of the handshake, with the store in which groups are
             formed.
 
     Attributes:
-        request: the settings of the current default group.
+        request: the settings of the Trainer that uses the groups.
         others: all groups except the default one, by key.
         has_aborted_nccl: whether NCCL was aborted. Kernels that waited for other ranks
             then returned partial sums, and work that was queued behind them, such as an
@@ -246,10 +246,10 @@ class ProcessGroups:
             self._connections.store_sockets.abort()
 
     def _abortable_sockets(self) -> list[OpenedSockets]:
-        """Return the sockets of all groups, without those of a formed NCCL group.
+        """Return the sockets of all groups, without those of NCCL's default group.
 
         If those were aborted, other ranks would see a remote error before NCCL is
-        aborted there.
+        aborted there. While a group forms, they are included: NCCL may be connecting.
         """
         default_is_nccl = self.request.backend in _ONLY_NCCL and not self._is_forming
         return self._sockets[1:] if default_is_nccl else self._sockets

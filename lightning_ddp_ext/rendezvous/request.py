@@ -137,10 +137,8 @@ class Hello:
 
     def settings(self) -> dict[str, str]:
         """Return the settings that must be the same on all ranks, by name."""
-        settings = {"world_size": str(self.world_size), "init_method": self.init_method}
-        for package, version in self.versions.items():
-            settings[f"the version of {package}"] = version
-        return settings
+        versions = {f"the version of {name}": version for name, version in self.versions.items()}
+        return {"world_size": str(self.world_size), "init_method": self.init_method, **versions}
 
 
 def difference_between(first: Hello, second: Hello) -> str | None:

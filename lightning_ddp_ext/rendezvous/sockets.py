@@ -58,10 +58,8 @@ def own_addresses() -> list[str]:
 
 def interface_of(address: str) -> str | None:
     """Return the name of this host's interface with the numeric ``address``, if any."""
-    for name, entries in _interfaces().items():
-        if any(entry.address == address for entry in entries):
-            return str(name)
-    return None
+    named = ((name, entry) for name, entries in _interfaces().items() for entry in entries)
+    return next((name for name, entry in named if entry.address == address), None)
 
 
 def _interfaces() -> dict[str, Any]:

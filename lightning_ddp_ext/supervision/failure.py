@@ -22,8 +22,9 @@ import torch.distributed as dist
 from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousError
 from lightning_ddp_ext.forced_exit import print_in_time
 from lightning_ddp_ext.ranks import chain_of
-from lightning_ddp_ext.rendezvous.peers import PeerEvent, current_run, start_run
+from lightning_ddp_ext.rendezvous.peers import PeerEvent
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
+from lightning_ddp_ext.rendezvous.runs import current_run, start_run
 from lightning_ddp_ext.supervision.session import Session, current_session
 from lightning_ddp_ext.supervision.stacks import (
     is_in_backward,

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_ddp_ext.rendezvous.named_barrier import Call
-from lightning_ddp_ext.rendezvous.peers import current_run, joint_runs
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.request import RankInfo
+from lightning_ddp_ext.rendezvous.runs import current_run, joint_runs
 from lightning_ddp_ext.supervision.flight_recorder import (
     GroupProgress,
     groups_in_collectives,

@@ -21,6 +21,7 @@ from lightning_ddp_ext import (
     SamplerEpochSeeding,
 )
 from lightning_ddp_ext.errors import ConfigurationError, DDPExtError
+from tests.harness.environment import by_srun, environment_of
 from tests.harness.ranks import by_hand_env, free_port, launch_ranks
 from tests.harness.training import Net, make_trainer
 
@@ -159,6 +160,19 @@ def test_devices_that_disagree_with_variables_are_refused(
     )
     with pytest.raises(ConfigurationError, match=message):
         make_trainer(DDPExtStrategy("tcp://127.0.0.1:29500"), devices=devices)
+
+
+def test_a_task_of_srun_may_start_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an interactive job, it unsets the variable that the error names."""
+    for name, value in environment_of(0, by_srun()).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(ConfigurationError, match="or unset SLURM_STEP_NUM_TASKS if each task"):
+        make_trainer(DDPExtStrategy(), devices=2)
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    environment: Any = make_trainer(DDPExtStrategy(), devices=2).strategy.cluster_environment
+    assert not environment.creates_processes_externally
 
 
 NOT_STEPS = "every_n_steps must be an integer of at least 1"

@@ -85,7 +85,7 @@ def freeze_first_layer(trainer: L.Trainer) -> None:
     model.layers[0].requires_grad_(False)
 
 
-FREEZE = training.At("on_train_start", freeze_first_layer)
+FREEZE = training.At("on_train_start", freeze_first_layer, ranks=[1])
 FIRST_LAYER = ["layers.0.weight", "layers.0.bias"]
 SPARE = [f"spare.{layer}.{name}" for layer in range(SPARE_LAYERS) for name in ("weight", "bias")]
 

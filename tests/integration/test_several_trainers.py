@@ -195,7 +195,7 @@ def train_alone_and_then_together(rank: int, world_size: int, directory: Path) -
 
 
 def test_a_group_that_is_opened_after_a_run_on_one_device_is_used(tmp_path: Path) -> None:
-    """It is the user's, though the earlier Trainer had one, too."""
+    """The earlier Trainer's own group, which the script destroyed, does not matter."""
     assert ranks.run_ranks(train_alone_and_then_together, 2, tmp_path, env={}) == [2.0, 2.0]
 
 
@@ -209,7 +209,7 @@ def train_in_our_group_and_in_another(rank: int, world_size: int, directory: Pat
 
 
 def test_a_group_that_replaces_ours_is_used_with_a_warning(tmp_path: Path) -> None:
-    """Its ranks are the same, but we did not open it."""
+    """Rank 0 logs the warning, because settings of ours do not apply in that group."""
     (tmp_path / "another").mkdir()
     outcomes = ranks.launch_ranks(train_in_our_group_and_in_another, 2, tmp_path)
     output_of_all(outcomes)
@@ -244,7 +244,7 @@ def choose_init_method(kind: training.Kind, directory: Path) -> str:
 
 
 def test_an_init_method_is_refused_in_a_group_that_is_already_open(tmp_path: Path) -> None:
-    """It cannot be followed there; the error says what to do."""
+    """The group has its own address; the error names two remedies."""
     for rank, refused in enumerate(training.on_ranks("stock", choose_init_method, tmp_path)):
         assert (
             f"needs rank {rank} of 2 with init_method file://{tmp_path}/stock/store; call"

@@ -22,7 +22,7 @@ from lightning_ddp_ext.threads import start_thread
 from tests.harness.environment import wait_until
 from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.training import backend
-from tests.rendezvous.servers import Place, message_of, place, request
+from tests.rendezvous.connecting import Place, message_of, place, request
 
 GPU = torch.device("cuda", 0)
 

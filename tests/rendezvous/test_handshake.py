@@ -19,7 +19,24 @@ from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Timeouts
 from lightning_ddp_ext.rendezvous.wire import MAX_HELLO, encode
 from tests.harness.ranks import RankProcesses, free_port, hold
-from tests.rendezvous import servers
+from tests.rendezvous.connecting import (
+    HOST,
+    LONG,
+    Answer,
+    Place,
+    add_ones,
+    announce_handshake,
+    common_message,
+    connect,
+    message_of,
+    outcomes_at,
+    place,
+    process_name,
+    request,
+    server,
+    silent,
+    web,
+)
 
 CLAIMED = (
     r"two processes claim rank {}: pid \d+ on host .+ and pid \d+ on .+; set a different RANK .*"
@@ -49,9 +66,9 @@ def test_ranks_or_settings_that_conflict_are_named(
 ) -> None:
     """The error of every rank names both processes or the setting, and the remedy."""
     settings = [{"timeouts": SOON, **fields} for fields in ({}, {}, third)]
-    where = servers.place(kind, tmp_path)
-    outcomes = servers.outcomes_at(where, settings, init_timeout=servers.LONG)
-    assert re.fullmatch(expected, servers.common_message(outcomes, RendezvousError))
+    where = place(kind, tmp_path)
+    outcomes = outcomes_at(where, settings, init_timeout=LONG)
+    assert re.fullmatch(expected, common_message(outcomes, RendezvousError))
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
@@ -59,32 +76,30 @@ def test_ranks_of_a_second_run_are_refused_and_the_first_continues(
     kind: str, tmp_path: Path
 ) -> None:
     """The error names the active run's rank 0, the refused rank and the remedies."""
-    where = servers.place(kind, tmp_path)
-    late = ((0, 2), (1, 2), (4, 5))
-    settings: list[dict[str, Any]] = [{"world_size": 2, "stop": "all_reduce"}] * 2
-    settings += [{"rank": rank, "world_size": world_size} for rank, world_size in late]
-    with RankProcesses(
-        servers.connect, 5, where, [{"init_timeout": servers.LONG, **each} for each in settings]
-    ) as ranks:
+    where = place(kind, tmp_path)
+    common = {"world_size": 2, "init_timeout": LONG}
+    running = [{"hold_before": "all_reduce", **common}] * 2
+    late = [
+        {**common, **fields} for fields in ({"rank": 0}, {"rank": 1}, {"rank": 4, "world_size": 5})
+    ]
+    with RankProcesses(connect, 5, where, [*running, *late]) as ranks:
         # The first run connects, and waits in front of its first collective.
         ranks.release(0, 1)
-        for seat in range(2):
+        for seat in (0, 1):
             ranks.wait_for("in front", seat)
         ranks.release(2, 3, 4)
         refused = ranks.wait(2, 3, 4)
-        # The first run ends: each rank is released twice, before the collective that checks the
-        # new group and before that of ``add_ones``.
+        # Each rank of the first run has two collectives: that which checks the new group,
+        # and that of ``add_ones``.
         ranks.release(0, 1, 0, 1)
-        running = ranks.wait(0, 1)
-    for (rank, world_size), outcome in zip(late, refused, strict=True):
-        assert (
-            servers.message_of(outcome, RendezvousError)
-            == f"another run of 2 ranks is active at {where} with"
-            f" {servers.process(0, running[0].pid)}, and {servers.process(rank, outcome.pid)}"
-            f" of {world_size} cannot join it; stop that run, or choose another init_method for"
-            " this one"
+        finished = ranks.wait(0, 1)
+    for fields, outcome in zip(late, refused, strict=True):
+        assert message_of(outcome, RendezvousError) == (
+            f"another run of 2 ranks is active at {where} with {process_name(0, ranks.pids[0])}, and"
+            f" {process_name(fields['rank'], outcome.pid)} of {fields['world_size']} cannot join it;"
+            " stop that run, or choose another init_method for this one"
         )
-    assert [outcome.exit_code for outcome in running] == [0, 0]
+    assert [outcome.exit_code for outcome in finished] == [0, 0]
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
@@ -92,35 +107,34 @@ def test_two_named_runs_at_one_address_do_not_mix(kind: str, tmp_path: Path) -> 
     """Two steps of a SLURM job get the same port: the run whose rank 0 listens first
     starts, and refuses the ranks of the other one.
     """
-    where = servers.place(kind, tmp_path)
-    common = {"world_size": 2, "init_timeout": servers.LONG}
+    where = place(kind, tmp_path)
+    common = {"world_size": 2, "init_timeout": LONG}
     settings = [
         {"rank": rank, "run": run, **common} for run in ("STEP=0", "STEP=1") for rank in (0, 1)
     ]
-    with RankProcesses(servers.connect, 4, where, settings) as ranks:
+    with RankProcesses(connect, 4, where, settings) as ranks:
         ranks.release(0)
         for seat in (3, 2):
             ranks.release(seat)
             (refused,) = ranks.wait(seat)
-            assert (
-                servers.message_of(refused, RendezvousError)
-                == f"rank 0 at {where} belongs to another run (STEP=0) than"
-                f" {servers.process(seat - 2, refused.pid)} (STEP=1); give each run its own"
+            assert message_of(refused, RendezvousError) == (
+                f"rank 0 at {where} belongs to another run (STEP=0) than"
+                f" {process_name(seat - 2, refused.pid)} (STEP=1); give each run its own"
                 " MASTER_PORT or init_method"
             )
         ranks.release(1)
         assert [outcome.result for outcome in ranks.wait(0, 1)] == [2.0, 2.0]
 
 
-def run_in_turn(seat: int, seats: int, where: servers.Place) -> float:
+def run_in_turn(seat: int, seats: int, where: Place) -> float:
     """Join as a rank of the first run (seats 0 and 1) or of the second (2 and 3).
 
     Rank 0 of the first run holds before it exits.
     """
-    servers.announce_handshake()
+    announce_handshake()
     hold("ready")
-    join(servers.request(seat % 2, 2, where, init_timeout=servers.LONG))
-    total = servers.add_ones()
+    join(request(seat % 2, 2, where, init_timeout=LONG))
+    total = add_ones()
     if seat == 0:
         hold("done")
     return total
@@ -134,7 +148,7 @@ def test_ranks_of_the_next_script_wait_while_rank_0_ends_the_first_one(
     rank while the first one may still be running on rank 0.
     """
     first_rank_0, first_rank_1, next_rank_0, next_rank_1 = range(4)
-    with RankProcesses(run_in_turn, 4, servers.place(kind, tmp_path)) as ranks:
+    with RankProcesses(run_in_turn, 4, place(kind, tmp_path)) as ranks:
         ranks.release(first_rank_0, first_rank_1)
         ranks.wait_for("done", first_rank_0)
         ranks.wait(first_rank_1)
@@ -149,10 +163,9 @@ def test_ranks_of_the_next_script_wait_while_rank_0_ends_the_first_one(
 def test_rank_zero_raises_if_it_cannot_write_the_file(tmp_path: Path) -> None:
     """The error names the process, the reason and a remedy."""
     path = tmp_path / "removed" / "run"
-    (outcome,) = servers.outcomes_at(File(str(path)), [{"world_size": 2, "timeouts": SOON}])
-    assert (
-        servers.message_of(outcome, RendezvousError)
-        == f"init_method 'file://{path}': rank 0 on {servers.HOST} (pid {outcome.pid}) cannot"
+    (outcome,) = outcomes_at(File(str(path)), [{"world_size": 2, "timeouts": SOON}])
+    assert message_of(outcome, RendezvousError) == (
+        f"init_method 'file://{path}': rank 0 on {HOST} (pid {outcome.pid}) cannot"
         " write its address there: No such file or directory; create the directory, free disk"
         " space, or choose another file"
     )
@@ -161,7 +174,7 @@ def test_rank_zero_raises_if_it_cannot_write_the_file(tmp_path: Path) -> None:
 def test_rank_zero_at_a_loopback_address_listens_on_this_host_only() -> None:
     """Other hosts reach neither rank 0 nor its store."""
     where = Tcp("127.0.0.1", free_port())
-    with RankProcesses(servers.connect, 2, where, [{"init_timeout": servers.LONG}] * 2) as ranks:
+    with RankProcesses(connect, 2, where, [{"init_timeout": LONG}] * 2) as ranks:
         ranks.release(0)
         ranks.wait_for("listens", 0)
         connections = psutil.Process(ranks.pids[0]).net_connections()
@@ -192,7 +205,7 @@ def test_other_connections_do_not_disturb_a_start() -> None:
     where = Tcp("127.0.0.1", free_port())
     with (
         contextlib.ExitStack() as strangers,
-        RankProcesses(servers.connect, 2, where, [{"init_timeout": servers.LONG}] * 2) as ranks,
+        RankProcesses(connect, 2, where, [{"init_timeout": LONG}] * 2) as ranks,
     ):
         ranks.release(0)
         ranks.wait_for("listens", 0)
@@ -203,18 +216,18 @@ def test_other_connections_do_not_disturb_a_start() -> None:
         assert [outcome.result for outcome in ranks.wait()] == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("answer", [servers.silent, servers.web])
+@pytest.mark.parametrize("answer", [silent, web])
 def test_a_killed_runs_address_does_not_disturb_the_next_run(
-    answer: servers.Answer, tmp_path: Path
+    answer: Answer, tmp_path: Path
 ) -> None:
     """This holds even if another program now listens at the address in the file."""
     path = tmp_path / "run"
     path.touch()  # as ``tempfile.mkstemp`` makes it
-    with servers.server(answer) as where:
+    with server(answer) as where:
         FileEndpoint(str(path)).publish(
             Address((where.host,), where.port, "of a killed run", "network")
         )
         settings = [{"timeouts": SOON}] * 2
-        outcomes = servers.outcomes_at(File(str(path)), settings, init_timeout=servers.LONG)
+        outcomes = outcomes_at(File(str(path)), settings, init_timeout=LONG)
     assert [outcome.result for outcome in outcomes] == [2.0, 2.0]
     assert list(tmp_path.iterdir()) == []

@@ -129,9 +129,8 @@ def test_a_missing_directory_is_refused(tmp_path: Path, path: str, missing: str)
     """
     (tmp_path / "file").touch()
     directory = f"{tmp_path}/{missing}"
-    assert (
-        refusal(check_file, File(f"{tmp_path}/{path}"))
-        == f"init_method 'file://{tmp_path}/{path}' needs an existing directory that this user can"
+    assert refusal(check_file, File(f"{tmp_path}/{path}")) == (
+        f"init_method 'file://{tmp_path}/{path}' needs an existing directory that this user can"
         f" write to (got '{directory}'); create it (mkdir -p {directory}), make it writable"
         f" (chmod u+wx {directory}), or use another path"
     )

@@ -12,7 +12,7 @@ from lightning_ddp_ext import NCCLOptions
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.process_context import leave
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
-from tests.harness.training import At, Net, backend, fit
+from tests.harness.training import Net, backend, fit
 
 # The variables of ``interface="lo"``, and of options of each type.
 ON_LO = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
@@ -23,7 +23,8 @@ VARIABLES_OF_EACH_TYPE = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_BUFFSIZE": str(2**23),
 }
-NAMES = ("NCCL_DEBUG", *ON_LO, *VARIABLES_OF_EACH_TYPE)
+RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
+NAMES = ("NCCL_DEBUG", RETHROW, *ON_LO, *VARIABLES_OF_EACH_TYPE)
 NOT_EXPORTED = dict.fromkeys(NAMES)  # as they may be on a developer's machine
 
 
@@ -33,6 +34,10 @@ NOT_EXPORTED = dict.fromkeys(NAMES)  # as they may be on a developer's machine
         (
             {"p2p_level": "NVLINK"},
             r"NCCLOptions.p2p_level must be one of LOC, .*SYS \(got 'NVLINK'\); omit it",
+        ),
+        (  # no network adapter is at this distance from a GPU
+            {"net_gdr_level": "NVL"},
+            r"NCCLOptions.net_gdr_level must be one of LOC, PIX, PXB, PHB, SYS \(got 'NVL'\)",
         ),
         ({"socket_nthreads": "4"}, r"NCCLOptions.socket_nthreads must be of type int \(got '4'\)"),
         ({"ib_disable": 1}, r"NCCLOptions.ib_disable must be of type bool \(got 1\)"),
@@ -57,43 +62,51 @@ class Recorder(L.Callback):
         self.group = dist.group.WORLD
 
 
-def check_several_trainers(rank: int, world_size: int, directory: Path) -> None:
-    def run(options: NCCLOptions | None) -> Recorder:
-        recorder = Recorder()
-        strategy = {"nccl": options, "interface": "lo"}
-        fit("ours", directory, Net(), recorder, strategy=strategy, max_epochs=1)
-        return recorder
+def train_over_lo(directory: Path, options: NCCLOptions | None) -> Recorder:
+    """Train on two ranks, and return what this rank recorded."""
+    recorder = Recorder()
+    strategy = {"nccl": options, "interface": "lo"}
+    fit("ours", directory, Net(), recorder, strategy=strategy, max_epochs=1)
+    return recorder
 
-    first = run(NCCLOptions(debug="WARN"))
+
+def change_settings(rank: int, world_size: int, directory: Path) -> None:
+    """Train with different settings in turn, and check the variables and the groups."""
+    first = train_over_lo(directory, NCCLOptions(debug="WARN"))
     assert first.variables == {"NCCL_DEBUG": "WARN", **ON_LO}
-    assert run(OF_EACH_TYPE).variables == VARIABLES_OF_EACH_TYPE | ON_LO
-    without_options = run(None)
-    without_options_again = run(None)
+    assert train_over_lo(directory, OF_EACH_TYPE).variables == VARIABLES_OF_EACH_TYPE | ON_LO
+    without_options = train_over_lo(directory, None)
+    without_options_again = train_over_lo(directory, None)
     assert without_options.variables == ON_LO
     assert without_options_again.variables == ON_LO
-    assert without_options.group is not first.group, "other settings need a new group"
+    assert without_options.group is not first.group
     assert without_options_again.group is without_options.group
     leave()
     assert variables() == {}
-    os.environ["NCCL_DEBUG"] = "INFO"
-    with pytest.raises(
-        ConfigurationError,
-        match=r"nccl= of the strategy sets NCCL_DEBUG=WARN, .*NCCL_DEBUG=INFO; remove",
-    ):
-        run(NCCLOptions(debug="WARN"))
-    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    exported = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "lo"}
-    assert run(NCCLOptions(debug="INFO")).variables == exported | {"GLOO_SOCKET_IFNAME": "lo"}
-    leave()
-    assert variables() == exported
 
 
 def test_variables_are_set_while_the_group_is_open(tmp_path: Path) -> None:
-    """A later Trainer with other settings gets a new group.
+    """Only a later Trainer with other settings gets a new group."""
+    run_ranks(change_settings, 2, tmp_path, env={**by_hand_env(2), **NOT_EXPORTED})
 
-    Variables that the user has exported stay, and must have the same values.
-    """
-    run_ranks(check_several_trainers, 2, tmp_path, env={**by_hand_env(2), **NOT_EXPORTED})
+
+EXPORTED = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "lo"}
+CONTRADICTION = r"nccl= of the strategy sets NCCL_DEBUG=WARN, .*NCCL_DEBUG=INFO; remove"
+
+
+def agree_with_exported(rank: int, world_size: int, directory: Path) -> None:
+    with pytest.raises(ConfigurationError, match=CONTRADICTION):
+        train_over_lo(directory, NCCLOptions(debug="WARN"))
+    agreeing = train_over_lo(directory, NCCLOptions(debug="INFO"))
+    assert agreeing.variables == EXPORTED | {"GLOO_SOCKET_IFNAME": "lo"}
+    leave()
+    assert variables() == EXPORTED
+
+
+def test_variables_that_the_user_exports_stay(tmp_path: Path) -> None:
+    """Settings of the strategy must have the same values."""
+    env = {**by_hand_env(2), **NOT_EXPORTED, **EXPORTED}
+    run_ranks(agree_with_exported, 2, tmp_path, env=env)
 
 
 def fit_with_options(rank: int, world_size: int, directory: Path) -> None:
@@ -112,25 +125,14 @@ def test_settings_that_nccl_may_not_read_again_are_reported(tmp_path: Path) -> N
     assert outcome.output.count(warning) == 1, outcome.story()
 
 
-RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
-
-
-def value_while_training(directory: Path, backend_name: str) -> str | None:
-    """Train with a backend, and return the variable's value meanwhile."""
-    values: list[str | None] = []
-    record = At("on_train_start", lambda trainer: values.append(os.environ.get(RETHROW)))
-    strategy = {"process_group_backend": backend_name}
-    fit("ours", directory, Net(), record, strategy=strategy, devices=1, fast_dev_run=1)
-    (value,) = values
-    return value
-
-
 def fit_over_gloo_and_nccl(rank: int, world_size: int, directory: Path) -> dict[str, str | None]:
     """Return the variable's value during each run, and after leaving the group."""
-    values = {
-        "gloo": value_while_training(directory, "gloo"),
-        "nccl": value_while_training(directory, backend("nccl_stand_in")),
-    }
+    values = {}
+    for name in ("gloo", backend("nccl_stand_in")):
+        recorder = Recorder()
+        strategy = {"process_group_backend": name}
+        fit("ours", directory, Net(), recorder, strategy=strategy, devices=1, fast_dev_run=1)
+        values[name] = recorder.variables.get(RETHROW)
     leave()
     return {**values, "after": os.environ.get(RETHROW)}
 
@@ -138,8 +140,8 @@ def fit_over_gloo_and_nccl(rank: int, world_size: int, directory: Path) -> dict[
 @pytest.mark.parametrize(
     ("exported", "expected"),
     [
-        (None, {"gloo": None, "nccl": "0", "after": None}),
-        ("1", {"gloo": "1", "nccl": "1", "after": "1"}),
+        (None, {"gloo": None, "nccl_stand_in": "0", "after": None}),
+        ("1", {"gloo": "1", "nccl_stand_in": "1", "after": "1"}),
     ],
 )
 def test_torch_leaves_errors_of_cuda_to_python(

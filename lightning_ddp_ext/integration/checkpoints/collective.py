@@ -20,8 +20,8 @@ from lightning_ddp_ext.checkpoint.location import PathOrUrl
 from lightning_ddp_ext.errors import CheckpointSaveError, DDPExtError, RankFailedError
 from lightning_ddp_ext.forced_exit import delaying_forced_exit
 from lightning_ddp_ext.ranks import Ranks
-from lightning_ddp_ext.rendezvous.peers import Run, current_run
 from lightning_ddp_ext.rendezvous.process_context import current
+from lightning_ddp_ext.rendezvous.runs import Run, current_run
 from lightning_ddp_ext.supervision.failure import explain, may_be_echo
 from lightning_ddp_ext.supervision.stacks import call_site
 from lightning_ddp_ext.threads import wait_for_gpus

@@ -20,7 +20,7 @@ from typing import Any
 from lightning_ddp_ext.checkpoint.location import PathOrUrl
 from lightning_ddp_ext.checkpoint.save_lock import lock_of
 from lightning_ddp_ext.errors import CheckpointError
-from lightning_ddp_ext.rendezvous.peers import current_run
+from lightning_ddp_ext.rendezvous.runs import current_run
 
 from ..private.lightning_tree import SLURMEnvironment, TrainerStatus, rank_zero_info
 from .fit_identity import IN_A_HOOK, KEY, FitIdentity, command, identify

@@ -65,7 +65,7 @@ class RankDevicesStrategy(pl.strategies.DDPStrategy):
         else:
             assert self.model is not None
             for module in self.model.modules():
-                # The states of a metric are no parameters that the module places.
+                # Its states are not parameters, so the module does not place them.
                 if isinstance(module, torchmetrics.Metric):
                     module.to(self.root_device)
             _check_parameters(self.model, self.rank_devices)

@@ -120,19 +120,23 @@ def _check_local_rank(environment: ClusterEnvironment | None, devices: int) -> N
 
 def _check_tasks(world: World | None, ranks: int) -> None:
     """Raise if SLURM did not start the ranks, or started tasks that are not ranks."""
-    is_step = "SLURM_STEP_ID" in os.environ
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", ranks if is_step else 0))
-    is_task_of_ignored_job = world is None and "SLURM_JOB_NAME" in os.environ
-    if is_task_of_ignored_job and tasks == ranks > 1:
+    job_name = os.environ.get("SLURM_JOB_NAME")
+    # srun sets these for the tasks that it starts.
+    step = os.environ.get("SLURM_STEP_ID")
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS")
+    is_in_ignored_job = world is None and job_name is not None
+    if is_in_ignored_job and tasks == str(ranks) and ranks > 1:
         raise ConfigurationError(
-            f"srun started {tasks} tasks, but Lightning ignores SLURM in a job named"
-            f" {os.environ['SLURM_JOB_NAME']!r}, so each task would train alone; use srun"
-            " --job-name=train, or unset SLURM_STEP_NUM_TASKS if each task has to start its own"
-            " ranks"
+            f"srun started {tasks} tasks, but Lightning ignores SLURM in a job named {job_name!r},"
+            " so each task would train alone; use srun --job-name=train, or unset"
+            " SLURM_STEP_NUM_TASKS if each task has to start its own ranks"
         )
-    if world is not None and world.source == "SLURM" and tasks < world.world_size > 1:
+    if world is None or world.source != "SLURM":
+        return
+    are_started = int(tasks) >= world.world_size if tasks else step is not None
+    if world.world_size > 1 and not are_started:
         raise ConfigurationError(
             f"this script runs without srun, so SLURM has not started the {world.world_size} tasks"
-            f" of the job (got SLURM_STEP_ID={os.environ.get('SLURM_STEP_ID')}); write srun python"
+            f" of the job (got SLURM_STEP_ID={step}); write srun python"
             f" {os.path.basename(sys.argv[0])}"
         )

@@ -140,12 +140,11 @@ class ConnectionSettings:
 
     def _request(self, strategy: pl.strategies.DDPStrategy) -> Request:
         started = started_ranks()
-        method = self.init_method
         world = world_of(strategy)
         return Request(
             world=world,
-            init_method=str(method or Env()),
-            is_explicit=method is not None,
+            init_method=str(self.init_method or Env()),
+            is_explicit=self.init_method is not None,
             has_one_device=getattr(strategy, "devices_per_rank", 1) == 1,
             endpoint=self._endpoint(strategy, world),
             backend=backend_of(strategy),
@@ -153,7 +152,11 @@ class ConnectionSettings:
             timeout=timeout_of(strategy),
             init_timeout=self._init_timeout,
             variables=self._variables,
-            versions=_versions(),
+            versions={
+                "torch": str(torch.__version__),
+                lightning_name: lightning_version,
+                "lightning_ddp_ext": __version__,
+            },
             run=run_of(world.source, os.environ),
             launch_failure=started.failure if started is not None else lambda: None,
             timeouts=self.timeouts,
@@ -245,11 +248,3 @@ def _is_overridden(name: str, environment: ClusterEnvironment) -> bool:
     By default, these read ``MASTER_ADDR`` and ``MASTER_PORT``.
     """
     return getattr(type(environment), name) is not getattr(LightningEnvironment, name)
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "torch": str(torch.__version__),
-        lightning_name: lightning_version,
-        "lightning_ddp_ext": __version__,
-    }

@@ -15,9 +15,9 @@ def job_id() -> str:
     It is empty outside of SLURM, and the same after a requeue.
     """
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
-    return (
-        f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else os.environ.get("SLURM_JOB_ID", "")
-    )
+    if task:
+        return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
+    return os.environ.get("SLURM_JOB_ID", "")
 
 
 def is_preempted() -> bool:

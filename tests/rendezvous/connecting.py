@@ -1,4 +1,4 @@
-"""Start ranks that connect without Lightning, and servers of other programs."""
+"""Connect ranks without Lightning, also to servers of other programs."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.rendezvous.endpoint import Address, FileEndpoint, TcpEndpoint
-from lightning_ddp_ext.rendezvous.handshake import Handshake
+from lightning_ddp_ext.rendezvous.handshake import Handshake, Link
 from lightning_ddp_ext.rendezvous.init_method import File, Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Request
@@ -26,8 +26,8 @@ Place = Tcp | File
 Answer = Callable[[socket.socket], None]
 HOST = os.uname().nodename
 LONG = 60.0  # an init_timeout that cannot be what ends a test
-# What one process passes to ``request``. An entry ``stop`` is instead the name of a
-# function of ``torch.distributed``: the process holds before it calls this function.
+# What one process passes to ``request``. An entry ``hold_before`` is instead the name of
+# a function of ``torch.distributed``: the process holds at "in front" before each call.
 Settings = Mapping[str, Any]
 
 
@@ -128,8 +128,8 @@ def connect(seat: int, seats: int, where: Place, settings: Sequence[Settings]) -
     """
     fields = {"rank": seat, "world_size": seats, "where": where, **settings[seat]}
     announce_handshake()
-    if "stop" in fields:
-        hold_before(fields.pop("stop"))
+    if "hold_before" in fields:
+        hold_before(fields.pop("hold_before"))
     hold("ready")
     join(request(**fields))
     return add_ones()
@@ -142,20 +142,21 @@ def announce_handshake() -> None:
     """
     send_hello = Handshake.send_hello
 
-    def send_hello_and_announce(handshake: Handshake, host: str, address: Address) -> None:
+    def send_hello_and_announce(handshake: Handshake, host: str, address: Address) -> Link:
         try:
-            send_hello(handshake, host, address)
+            link = send_hello(handshake, host, address)
         except OSError as error:
             announce(str(error))
             raise
         announce("connected")
+        return link
 
     Handshake.send_hello = send_hello_and_announce
     TcpEndpoint.publish = lambda self, address: announce("listens")
 
 
 def hold_before(name: str) -> None:
-    """Hold at "in front" before each call of a function of ``torch.distributed``."""
+    """Hold at "in front" before each call of this function of ``torch.distributed``."""
     function = getattr(dist, name)
 
     def hold_and_call(*args: Any, **kwargs: Any) -> Any:
@@ -195,6 +196,6 @@ def common_message(outcomes: Sequence[Outcome], kind: type[BaseException]) -> st
     return message
 
 
-def process(rank: int, pid: int, host: str = HOST) -> str:
+def process_name(rank: int, pid: int, host: str = HOST) -> str:
     """Return the name of a process in messages."""
     return f"rank {rank} (host {host}, pid {pid})"

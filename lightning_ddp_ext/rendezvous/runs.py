@@ -1,0 +1,58 @@
+"""Track the runs of this process: a run is a Trainer's call, such as ``fit``.
+
+After another rank's death, this process exits if its main thread stays blocked in a
+run. Outside of runs, such as in the user's code after ``fit``, a death is only
+recorded, and signals do not stop ranks. The same applies to a run of this rank alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass
+class Run:
+    """A run; its strategy keeps it until the next one.
+
+    Attributes:
+        is_outermost: whether no other run was under way at its start; a Trainer may run
+            inside another Trainer's hook.
+        is_joint: whether all ranks make this run.
+        has_failed: whether an exception ended it, which the Trainer may still be
+            handling. A rank without an exception may then wait in a collective call
+            that this rank never makes.
+    """
+
+    is_outermost: bool
+    is_joint: bool = True
+    has_failed: bool = False
+
+
+_under_way: list[Run] = []
+_joint_runs = 0
+
+
+@contextmanager
+def start_run(*, is_joint: bool = True) -> Iterator[Run]:
+    """Mark the block as a run."""
+    global _joint_runs
+    run = Run(is_outermost=not _under_way, is_joint=is_joint)
+    if run.is_outermost and is_joint:
+        _joint_runs += 1
+    _under_way.append(run)
+    try:
+        yield run
+    finally:
+        _under_way.pop()
+
+
+def current_run() -> Run | None:
+    """Return the innermost run that is under way in the main thread, if any."""
+    return _under_way[-1] if _under_way else None
+
+
+def joint_runs() -> int:
+    """Return how many outermost runs of all ranks this rank has started."""
+    return _joint_runs
