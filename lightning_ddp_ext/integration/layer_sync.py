@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext.batchnorm.classes import restore
 from lightning_ddp_ext.batchnorm.conversion import convert
-from lightning_ddp_ext.batchnorm.groups import Ranks, batchnorm_group, check_ranks, group_of
+from lightning_ddp_ext.batchnorm.groups import JoinedRanks, batchnorm_group, check_ranks, group_of
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.batchnorm.selection import Choice
 from lightning_ddp_ext.errors import ConfigurationError
@@ -27,7 +27,7 @@ class RanksLayerSync(pl.plugins.LayerSync):
         choice: which layers to synchronise.
     """
 
-    def __init__(self, process_group: Ranks = None, choice: Choice | None = None) -> None:
+    def __init__(self, process_group: JoinedRanks = None, choice: Choice | None = None) -> None:
         check_ranks(process_group)
         self._ranks = process_group
         self._choice = choice or Choice()

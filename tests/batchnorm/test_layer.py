@@ -149,6 +149,7 @@ TOO_EARLY = "process_group={!r} needs a process group, which is not initialised 
     ("ranks", "message"),
     [
         (0, NOT_A_GROUP),
+        (-100, NOT_A_GROUP),  # as torch's NON_GROUP_MEMBER, but written by the user
         (True, NOT_A_GROUP),
         ("nodes", NOT_A_GROUP),
         (2.5, NOT_A_GROUP),
@@ -162,6 +163,17 @@ def test_what_cannot_be_a_group_is_refused(ranks: Any, message: str) -> None:
     with pytest.raises(ConfigurationError) as raised:
         convert_sync_batchnorm(nn.BatchNorm1d(3), process_group=ranks)
     assert str(raised.value).startswith(message.format(ranks))
+
+
+@pytest.mark.parametrize("group", ["node", 2, -100])
+def test_a_layer_takes_only_a_process_group(group: Any) -> None:
+    """The error has the value, and names the function that takes the other forms."""
+    with pytest.raises(ConfigurationError) as raised:
+        SyncBatchNorm(3, process_group=group)
+    assert str(raised.value) == (
+        f"process_group must be a torch.distributed.ProcessGroup or None (got {group!r}); for"
+        " 'node' or a number of ranks, use convert_sync_batchnorm"
+    )
 
 
 def mean_of_group(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
