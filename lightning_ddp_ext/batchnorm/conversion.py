@@ -131,7 +131,7 @@ def convert(
     converted: dict[str, BatchNorm] = {}
     left_alone: dict[str, str] = {}
     unsupported: dict[str, str] = {}
-    for layer, name in batchnorm_layers(module).items():
+    for layer, name in batchnorm_layers(module).items():  # a lone layer has an empty name
         if isinstance(layer, (SyncBatchNorm, torch.nn.SyncBatchNorm)):
             left_alone[name] = "synchronises already"
         elif layer in not_chosen:

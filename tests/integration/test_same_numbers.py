@@ -270,13 +270,11 @@ class OwnIteration(DataLoader[Any]):
         yield from super().__iter__()
 
 
-def loader(dataset: Any, *, kind: type[DataLoader[Any]] = DataLoader, **options: Any) -> Any:
-    return kind(dataset, batch_size=3, **options)
+loader = partial(DataLoader, batch_size=3)
 
 
-def of_own_generator() -> Any:
-    generator = torch.Generator().manual_seed(3)
-    return loader(training.data(), shuffle=True, generator=generator)
+def of_own_generator() -> DataLoader[Any]:
+    return loader(training.data(), shuffle=True, generator=torch.Generator().manual_seed(3))
 
 
 class Drawing(NamedTuple):
@@ -298,7 +296,7 @@ DRAWING = {
     "reloaded": Drawing(trainer={"reload_dataloaders_every_n_epochs": 1}),
     "several loaders": Drawing(lambda: [loader(training.data()), loader(training.data(9))]),
     "own generator": Drawing(of_own_generator, trainer={"use_distributed_sampler": False}),
-    "own iteration": Drawing(partial(loader, training.data(), kind=OwnIteration)),
+    "own iteration": Drawing(partial(OwnIteration, training.data(), batch_size=3)),
 }
 HOOKS = [name for name in dir(L.Callback) if re.fullmatch(r"setup|on_\w+_(start|end)", name)]
 
