@@ -126,10 +126,6 @@ def far_off(values: Tensor) -> Tensor:
     return values + 1e4
 
 
-def frozen(layer: nn.Module) -> None:
-    layer.requires_grad_(False)
-
-
 _IMAGES: tuple[Shape, ...] = ((4, 3, 5, 5),)
 _UNEVEN: tuple[Shape, ...] = ((4, 3, 5, 5), (1, 3, 2, 7), (3, 3, 6, 1))
 
@@ -147,7 +143,7 @@ _IN_ALL_PRECISIONS = [
     Case("no affine", _UNEVEN, {"affine": False}),
     Case("no running statistics", _UNEVEN, {"track_running_stats": False}),
     Case("evaluation", _UNEVEN, prepare=nn.Module.eval),
-    Case("frozen", _UNEVEN, prepare=frozen),
+    Case("frozen", _UNEVEN, prepare=lambda layer: layer.requires_grad_(False)),
     Case("no bias", _IMAGES, prepare=lambda layer: layer.register_parameter("bias", None)),
     Case("input without gradient", ((0, 3), (3, 3)), input_needs_grad=False),
     Case("channels_last", _IMAGES, layout=channels_last),
