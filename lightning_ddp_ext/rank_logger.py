@@ -13,10 +13,10 @@ from typing_extensions import override
 from lightning_ddp_ext.arguments import integer
 from lightning_ddp_ext.world import read_rank
 
-Ranks = Literal["all"] | int | Iterable[int]
+RankSelection = Literal["all"] | int | Iterable[int]
 
 
-def rank_logger(name: str, ranks: Ranks = "all") -> RankLogger:
+def rank_logger(name: str, ranks: RankSelection = "all") -> RankLogger:
     """Return a logger whose lines appear on these ranks only.
 
     The rank is looked up for each line: in the default process group, otherwise in the
@@ -43,10 +43,9 @@ def rank_logger(name: str, ranks: Ranks = "all") -> RankLogger:
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger for some ranks only; ``extra=`` and ``stacklevel=`` work as usual."""
 
-    def __init__(self, logger: logging.Logger, ranks: Ranks = "all") -> None:
+    def __init__(self, logger: logging.Logger, ranks: RankSelection = "all") -> None:
         super().__init__(logger, {})
-        is_all = isinstance(ranks, str) and ranks == "all"  # arrays compare item by item
-        self._ranks = None if is_all else _numbers(ranks)
+        self._ranks = _selected(ranks)
 
     @override
     def isEnabledFor(self, level: int) -> bool:
@@ -63,14 +62,16 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
 def _own_rank() -> int | None:
     """Return the rank of this process; ``None`` while it is unknown."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         return dist.get_rank()
     return read_rank(os.environ)
 
 
-def _numbers(ranks: int | Iterable[int] | str) -> frozenset[int]:
-    numbers: Iterable[Any] = [ranks]
-    if isinstance(ranks, Iterable) and not isinstance(ranks, str):
-        numbers = ranks
+def _selected(ranks: Any) -> frozenset[int] | None:
+    """Return the numbers of the selected ranks; ``None`` for all ranks."""
+    if isinstance(ranks, str) and ranks == "all":  # an array compares item by item
+        return None
+    is_one = isinstance(ranks, str) or not isinstance(ranks, Iterable)
+    several = [ranks] if is_one else ranks
     remedy = "pass 'all', a rank, or several ranks, counted from 0"
-    return frozenset(integer(rank, "a rank in ranks", remedy=remedy) for rank in numbers)
+    return frozenset(integer(rank, "a rank in ranks", remedy=remedy) for rank in several)

@@ -54,15 +54,13 @@ def _reduce(layer: Any, protocol: Any) -> Any:
     """
     made = type(layer)
     former = vars(made)[_FORMER_CLASS]
-    function, its_arguments, *state = super(made, layer).__reduce_ex__(protocol)
+    function, arguments, *state = super(made, layer).__reduce_ex__(protocol)
     # The class is the function, or an argument of one such as copyreg.__newobj__.
-    create, *arguments = (former if part is made else part for part in (function, *its_arguments))
-    return (_make_again, (vars(layer)[CONTEXT], create, arguments), *state)
+    call = [former if part is made else part for part in (function, *arguments)]
+    return (_make_again, (vars(layer)[CONTEXT], *call), *state)
 
 
-def _make_again(
-    context: SyncContext, create: Callable[..., Any], arguments: list[object]
-) -> Module:
+def _make_again(context: SyncContext, create: Callable[..., Any], *arguments: object) -> Module:
     """Create a layer of the former class, and convert it."""
     layer: Module = create(*arguments)
     synchronise(layer, context)

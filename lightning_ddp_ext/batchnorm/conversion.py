@@ -15,7 +15,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from lightning_ddp_ext.batchnorm.classes import restore, synchronise
-from lightning_ddp_ext.batchnorm.groups import Ranks, group_of
+from lightning_ddp_ext.batchnorm.groups import JoinedRanks, group_of
 from lightning_ddp_ext.batchnorm.layer import BatchNorm, SyncBatchNorm
 from lightning_ddp_ext.batchnorm.selection import Choice, Selection, batchnorm_layers
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
@@ -71,7 +71,7 @@ def convert_sync_batchnorm(
     module: ModuleT,
     include: Selection = None,
     exclude: Selection = None,
-    process_group: Ranks = None,
+    process_group: JoinedRanks = None,
 ) -> ModuleT:
     """Make a model's BatchNorm layers synchronise; ``restore_batchnorm`` undoes this.
 
@@ -131,7 +131,7 @@ def convert(
     converted: dict[str, BatchNorm] = {}
     left_alone: dict[str, str] = {}
     unsupported: dict[str, str] = {}
-    for layer, name in batchnorm_layers(module).items():
+    for layer, name in batchnorm_layers(module).items():  # a lone layer has an empty name
         if isinstance(layer, (SyncBatchNorm, torch.nn.SyncBatchNorm)):
             left_alone[name] = "synchronises already"
         elif layer in not_chosen:

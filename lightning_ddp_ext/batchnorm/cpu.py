@@ -60,7 +60,8 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
             running.update(joint)
         mean_of_all = as_tensor(joint.mean, x.dtype)
         var_of_all = as_tensor(joint.var, x.dtype)
-        weight, bias = (None if value is None else value.to(x.dtype) for value in (weight, bias))
+        weight = None if weight is None else weight.to(x.dtype)
+        bias = None if bias is None else bias.to(x.dtype)
         ctx.save_for_backward(x, weight, mean_of_all, var_of_all)
         ctx.count = max(joint.count, 1.0)  # it is 0 if the batches of all ranks are empty
         ctx.eps = eps

@@ -3,42 +3,51 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+from typing_extensions import TypeIs
 
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.ranks import is_gloo
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.sockets import network_identity
 
-Ranks = str | int | dist.ProcessGroup | None
+JoinedRanks = str | int | dist.ProcessGroup | None
 
 
-def check_ranks(ranks: Ranks) -> None:
-    """Raise a ``ConfigurationError`` unless ``ranks`` describes a process group.
+def check_ranks(ranks: JoinedRanks) -> None:
+    """Raise unless ``ranks`` is ``None``, "node", a positive number or a process group.
 
-    It may be ``None``, ``"node"``, a positive number, or a process group.
+    Raises:
+        ConfigurationError: it is something else.
     """
     is_number = isinstance(ranks, int) and not isinstance(ranks, bool) and ranks >= 1
-    # A rank outside of its group has NON_GROUP_MEMBER, and uses its own batch alone.
-    is_group = isinstance(ranks, dist.ProcessGroup) or ranks == dist.GroupMember.NON_GROUP_MEMBER
-    if not (ranks is None or ranks == "node" or is_number or is_group):
+    if not (ranks is None or ranks == "node" or is_number or is_group(ranks)):
         raise ConfigurationError(
             "process_group must be None, 'node', a positive number of ranks, or a ProcessGroup"
             f" (got {ranks!r}); omit it to join all ranks"
         )
 
 
-def group_of(ranks: Ranks) -> dist.ProcessGroup | None:
-    """Return this rank's process group.
+def is_group(ranks: object) -> TypeIs[dist.ProcessGroup]:
+    """Whether this is a process group, as ``dist.new_group`` returns it.
 
-    Collective for ``"node"`` and numbers: every rank must call it.
+    On a rank outside of the group, it returns the number ``NON_GROUP_MEMBER``. The rank
+    then uses its own batch alone. Another number of the same value is not a group.
+    """
+    return isinstance(ranks, dist.ProcessGroup) or ranks is dist.GroupMember.NON_GROUP_MEMBER
+
+
+def group_of(ranks: JoinedRanks) -> dist.ProcessGroup | None:
+    """Return the process group of this rank, or ``None`` for all ranks.
+
+    Collective for "node" and numbers: every rank must call it.
 
     Raises:
         ConfigurationError: ``ranks`` is invalid, or needs a process group that does not
             exist.
     """
     check_ranks(ranks)
-    if not isinstance(ranks, (str, int)) or ranks == dist.GroupMember.NON_GROUP_MEMBER:
-        return ranks  # type: ignore[return-value]
+    if ranks is None or is_group(ranks):
+        return ranks
     if not dist.is_initialized():
         raise ConfigurationError(
             f"process_group={ranks!r} needs a process group, which is not initialised yet; "
@@ -46,8 +55,8 @@ def group_of(ranks: Ranks) -> dist.ProcessGroup | None:
         )
     context = current()
     new_group = dist.new_group if context is None else context.new_group
-    parts = _by_node() if ranks == "node" else _consecutive(ranks)  # type: ignore[arg-type]
-    groups = [new_group(part) for part in parts]
+    parts = _by_node() if isinstance(ranks, str) else _consecutive(ranks)
+    groups = [new_group(part) for part in parts]  # every rank must take part in all of them
     return next(group for part, group in zip(parts, groups, strict=True) if dist.get_rank() in part)
 
 

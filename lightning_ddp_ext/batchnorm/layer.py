@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ddp_ext.batchnorm import cuda
 from lightning_ddp_ext.batchnorm.cpu import SyncBatchNormOnCPU
+from lightning_ddp_ext.batchnorm.groups import is_group
 from lightning_ddp_ext.batchnorm.statistics import RunningStatistics
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 from lightning_ddp_ext.errors import BatchNormError, ConfigurationError
@@ -20,7 +21,7 @@ CONTEXT = "_ddpx_context"  # the attribute that conversion adds to layers
 
 
 class SyncBatchNorm(BatchNorm):
-    r"""BatchNorm over the batches of all ranks, on CPU and CUDA.
+    """BatchNorm over the batches of all ranks, on CPU and CUDA.
 
     An input has a shape from (N, C) to (N, C, D, H, W).
 
@@ -71,10 +72,10 @@ class SyncBatchNorm(BatchNorm):
         *,
         bias: bool = True,
     ) -> None:
-        if isinstance(process_group, str):
+        if process_group is not None and not is_group(process_group):
             raise ConfigurationError(
                 "process_group must be a torch.distributed.ProcessGroup or None (got"
-                f" {process_group!r}); use convert_sync_batchnorm(process_group={process_group!r})"
+                f" {process_group!r}); for 'node' or a number of ranks, use convert_sync_batchnorm"
             )
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         if not bias:  # only passed if needed, for torch before 2.13

@@ -71,7 +71,7 @@ class SyncContext:
 
         It is 1 without any group, or on a rank outside ``process_group``.
         """
-        if not (dist.is_available() and dist.is_initialized()):
+        if not dist.is_initialized():
             return 1
         return max(1, dist.get_world_size(self.process_group))  # -1 outside of the group
 

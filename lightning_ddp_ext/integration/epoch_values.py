@@ -58,12 +58,13 @@ class EpochValues:
         due = [result for result in results if _is_due(result)]
         if not due or due[0] is not first:
             due = [first]  # user code reads it early, or Lightning computes it otherwise
-        owners: list[Tensor] = []
-        values: list[Value] = []
-        for result in due[: PER_MESSAGE // 2]:  # a result has at most two numbers
-            for number in _numbers_of(result):
-                owners.append(result.value)
-                values.append(Value(name_of(result), result.meta.sync.op, number))
+        sent = due[: PER_MESSAGE // 2]  # a result has at most two numbers
+        owners = [result.value for result in sent for _ in _numbers_of(result)]
+        values = [
+            Value(name_of(result), result.meta.sync.op, number)
+            for result in sent
+            for number in _numbers_of(result)
+        ]
         # Another rank may compute fewer results, so this may not be the last reduction.
         numbers = self._reduce(values, is_last=False).results
         return deque(map(_Known, owners, numbers))

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch.distributed as dist
 from torch.nn import Module
 from typing_extensions import override
 
 from lightning_ddp_ext.batchnorm.classes import restore
 from lightning_ddp_ext.batchnorm.conversion import convert
-from lightning_ddp_ext.batchnorm.groups import Ranks, batchnorm_group, check_ranks, group_of
+from lightning_ddp_ext.batchnorm.groups import JoinedRanks, batchnorm_group, check_ranks, group_of
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.batchnorm.selection import Choice
 from lightning_ddp_ext.errors import ConfigurationError
 
 from .private.lightning_tree import pl, rank_zero_info, rank_zero_warn
+
+
+class _Applied(NamedTuple):
+    """A model whose layers are synchronised, and those that already were before."""
+
+    model: Module
+    synchronised_before: set[SyncBatchNorm]
 
 
 class RanksLayerSync(pl.plugins.LayerSync):
@@ -27,12 +36,11 @@ class RanksLayerSync(pl.plugins.LayerSync):
         choice: which layers to synchronise.
     """
 
-    def __init__(self, process_group: Ranks = None, choice: Choice | None = None) -> None:
+    def __init__(self, process_group: JoinedRanks = None, choice: Choice | None = None) -> None:
         check_ranks(process_group)
         self._ranks = process_group
         self._choice = choice or Choice()
-        self._converted: Module | None = None  # the model, while its layers synchronise
-        self._converted_before: set[Module] = set()  # by the user, and left as they are
+        self._applied: _Applied | None = None
 
     def refuse_alongside(self, other: pl.plugins.LayerSync | None) -> None:
         """Raise if this selects layers or ranks, and ``other`` synchronises all."""
@@ -49,15 +57,14 @@ class RanksLayerSync(pl.plugins.LayerSync):
 
         Does nothing with one rank. Collective: every rank must call it.
         """
-        is_connected = dist.is_available() and dist.is_initialized()
-        if not is_connected or dist.get_world_size() == 1:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
             return model
         group = batchnorm_group() if self._ranks is None else group_of(self._ranks)
         self.revert(model)  # an exception may have prevented it
-        modules = model.modules()
-        self._converted_before = {each for each in modules if isinstance(each, SyncBatchNorm)}
+        layers = model.modules()
+        synchronised = {layer for layer in layers if isinstance(layer, SyncBatchNorm)}
         conversion = convert(model, self._choice, group)
-        self._converted = model
+        self._applied = _Applied(model, synchronised_before=synchronised)
         rank_zero_info(conversion.summary())
         warning = conversion.warning()
         if warning is not None:
@@ -66,10 +73,9 @@ class RanksLayerSync(pl.plugins.LayerSync):
 
     @override
     def revert(self, model: Module) -> Module:
-        """Restore what ``apply`` has converted, and copies of it in the model."""
-        if self._converted is not None:
-            for layer in set(self._converted.modules()) - self._converted_before:
+        """Restore the layers that ``apply`` has converted, and copies of them."""
+        if self._applied is not None:
+            for layer in set(self._applied.model.modules()) - self._applied.synchronised_before:
                 restore(layer)
-            self._converted = None
-            self._converted_before = set()
+            self._applied = None
         return model

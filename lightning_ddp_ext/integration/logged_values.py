@@ -86,23 +86,18 @@ class LoggedValues:
         """Reset the state, because an earlier run may have stopped anywhere."""
         self._step_values = StepValues(self._reduce)
         self._epoch_values = EpochValues(self._strategy, self._reduce)
-        # Whether the last training step logged. A validation would overwrite
-        # ``StepValues.has_logged``, and only on the ranks that run it.
-        self._has_logged_in_training = False
 
     @contextmanager
     def step(self, *, is_training: bool) -> Iterator[None]:
-        """After the block, reduce the values that it logged.
+        """Run a step in the block, and reduce the values that it has logged.
 
-        Collective if it logged any.
+        See :meth:`StepValues.step`.
         """
         if is_training:
             report_step()
-        follows_values = self._has_logged_in_training and self._strategy.world_size > 1
-        with self._step_values.step(is_expected=is_training and follows_values):
+        with self._step_values.step(is_training=is_training):
             yield
         if is_training:
-            self._has_logged_in_training = self._step_values.has_logged
             report_step()  # so that a rank without values is named when the others reduce theirs
 
     def flush(self) -> None:

@@ -1,6 +1,8 @@
-"""Report the calls that every rank must make, so that errors name a rank that skips one.
+"""Use the ranks' connections in Lightning's hooks.
 
-Also contains what else Lightning's hooks need of the ranks' connections.
+Calls that every rank must make have names. If a rank skips one, the error of all ranks
+names the call and this rank. If other code has connected the ranks, as with a stock
+strategy, nothing is checked.
 """
 
 from __future__ import annotations

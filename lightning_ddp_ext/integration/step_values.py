@@ -1,26 +1,14 @@
 """Queue the values that a step logs, and reduce them in one collective.
 
-A rank sends its queue to the others in an **exchange**, a collective call:
+A rank sends its queue to the others in an **exchange**, a collective call. It makes one
+when its step ends, and earlier if it reads a queued value, or before the strategy
+communicates for another reason.
 
-- when its step ends;
-- earlier, when it reads a queued value, or before the strategy communicates for another
-  reason.
-
-An exchange reduces the values that all ranks have sent. If a rank has sent more than
-another one, it keeps the rest, and waits for the other rank in its next exchange. The
-other rank makes it at the latest when its step ends. At the end of its step, a rank
-marks what it sends as its last values (``is_last``), and exchanges until every rank has
-done so.
-
-An exchange leaves the ranks in one of these states (see ``batched.Exchange``):
-
-===========================  ========================================================
-``is_over``                  every rank has sent its last values: the step's last
-                             exchange
-``is_even``                  every rank has sent equally many; no rank waits
-neither                      a rank waits, so this rank must exchange again
-                             (``_is_awaited``)
-===========================  ========================================================
+Ranks may read at different times, so one may send more values than another. An exchange
+reduces the first values, as many as every rank has sent. A rank that has sent more keeps
+the rest, and waits for the other ranks in its next exchange. They join it at the latest
+when their step ends (see :class:`_NextExchange`). With its last values, a rank sends the
+mark ``is_last``. It then exchanges until every rank has sent the mark.
 """
 
 from __future__ import annotations
@@ -28,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -56,6 +45,14 @@ class _Queued(NamedTuple):
     pending: PendingTensor
 
 
+class _NextExchange(Enum):
+    """Whether this rank makes another exchange in this step."""
+
+    IF_ANY = "if it has values"
+    AWAITED = "in any case: another rank has sent more values, and waits for the results"
+    EXPECTED = "in any case, as every rank does, because the training step before logged values"
+
+
 class StepValues:
     """The values that this rank has logged in the running step.
 
@@ -64,37 +61,40 @@ class StepValues:
 
     Attributes:
         is_running: whether a step is running.
-        has_logged: whether the running step, or else the last one, has logged values.
     """
 
     def __init__(self, reduce: Reduce) -> None:
         self._reduce = reduce
         self._queue: list[_Queued] = []
+        self._next = _NextExchange.IF_ANY
+        self._has_logged = False  # in the running step
+        # In the last training step. Evaluation does not change this, since some ranks may
+        # have no evaluation step in between.
+        self._has_logged_in_training = False
         self.is_running = False
-        self.has_logged = False
-        self._is_expected = False  # every rank will exchange, so no barrier is needed
-        self._is_awaited = False  # another rank waits for this rank's next exchange
 
     @contextmanager
-    def step(self, *, is_expected: bool) -> Iterator[None]:
+    def step(self, *, is_training: bool) -> Iterator[None]:
         """Run a step in the block, and reduce the values that it has logged.
 
-        Collective if it logged any, or if ``is_expected``.
+        Collective if it logged any, and in a training step if the one before did.
         """
+        follows_values = is_training and self._has_logged_in_training
+        self._next = _NextExchange.EXPECTED if follows_values else _NextExchange.IF_ANY
+        self._has_logged = False
         self.is_running = True
-        self.has_logged = False
-        self._is_expected = is_expected
-        self._is_awaited = False
         try:
             yield
             self._end()
         finally:
             self.is_running = False
             self._abandon()
+        if is_training:
+            self._has_logged_in_training = self._has_logged
 
     def add(self, value: Value) -> PendingTensor:
         """Queue a value, and return a tensor that is reduced before its first use."""
-        self.has_logged = True
+        self._has_logged = True
         pending = PendingTensor.of(value.tensor, self.flush)
         self._queue.append(_Queued(value, pending))
         return pending
@@ -105,23 +105,24 @@ class StepValues:
             self._exchange(is_last=False)
 
     def _end(self) -> None:
-        is_over = not (self._queue or self._is_expected or self._is_awaited)
+        is_over = self._next is _NextExchange.IF_ANY and not self._queue
         while not is_over:
             is_over = self._exchange(is_last=len(self._queue) <= PER_MESSAGE).is_over
 
     def _exchange(self, *, is_last: bool) -> Exchange:
-        """Reduce the first queued values, as many as all ranks have. Collective."""
+        """Reduce the first queued values, as many as all ranks have sent. Collective."""
         sent = self._queue[:PER_MESSAGE]
         values = [queued.value for queued in sent]
-        exchange = self._reduce(values, is_last=is_last, is_expected=self._is_expected)
-        # Another rank may have queued fewer values.
+        is_expected = self._next is _NextExchange.EXPECTED
+        exchange = self._reduce(values, is_last=is_last, is_expected=is_expected)
+        # Another rank may have sent fewer values.
         for queued, result in zip(sent, exchange.results, strict=False):
             _settle(queued, result)
         del self._queue[: len(exchange.results)]
-        self._is_awaited = not (exchange.is_over or exchange.is_even)
         if exchange.is_even:
-            # Only a value or an awaiting rank makes the ranks exchange again.
-            self._is_expected = False
+            self._next = _NextExchange.IF_ANY
+        elif not is_expected:
+            self._next = _NextExchange.AWAITED
         return exchange
 
     def _abandon(self) -> None:

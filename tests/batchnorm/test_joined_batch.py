@@ -1,4 +1,10 @@
-"""Several ranks' layers give what one process gives for the joined batch."""
+"""Several ranks' layers give what one process gives for the joined batch.
+
+Each case is computed three times: by the layer on several ranks, by torch's layer in one
+process that has all ranks' batches, and by the latter in float64, which counts as exact.
+The ranks' results may be as far from the exact ones as torch's, or as rounding takes
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +23,8 @@ from tests.harness.ranks import run_ranks
 
 STEPS = 2
 HALF = (torch.bfloat16, torch.float16)
-# What counts as exact, in parts of the largest value (float64: of one, if that is
-# more); half precision: last place.
-_EXACT = {
+# The error of rounding, relative to the largest value of a result.
+_ROUNDING = {
     torch.float64: 1e-10,
     torch.float32: 1e-6,
     **{dtype: torch.finfo(dtype).eps for dtype in HALF},
@@ -46,12 +51,20 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A layer and what it is given.
+    """A layer, and the batches of all ranks.
 
-    ``shapes`` are those of the ranks' batches, over and over where there are more
-    ranks; ``fill`` makes data from normal random numbers, ``layout`` puts data (and
-    gradients, unless they have their own layout) in memory, ``prepare`` is done to the
-    layer.
+    Attributes:
+        name: a description for a failing test.
+        shapes: the shapes of the ranks' batches; further ranks begin again with the
+            first.
+        options: arguments of the layer.
+        dtype: that of the layer.
+        input_dtype: that of the batches; ``None`` is the layer's.
+        fill: makes a batch from normal random numbers.
+        layout: changes the memory format of batches and, unless ``layout_of_gradient``
+            is given, of gradients.
+        prepare: changes the layer before its first step.
+        input_needs_grad: whether the input's gradient is computed.
     """
 
     name: str
@@ -113,10 +126,6 @@ def far_off(values: Tensor) -> Tensor:
     return values + 1e4
 
 
-def frozen(layer: nn.Module) -> None:
-    layer.requires_grad_(False)
-
-
 _IMAGES: tuple[Shape, ...] = ((4, 3, 5, 5),)
 _UNEVEN: tuple[Shape, ...] = ((4, 3, 5, 5), (1, 3, 2, 7), (3, 3, 6, 1))
 
@@ -134,7 +143,7 @@ _IN_ALL_PRECISIONS = [
     Case("no affine", _UNEVEN, {"affine": False}),
     Case("no running statistics", _UNEVEN, {"track_running_stats": False}),
     Case("evaluation", _UNEVEN, prepare=nn.Module.eval),
-    Case("frozen", _UNEVEN, prepare=frozen),
+    Case("frozen", _UNEVEN, prepare=lambda layer: layer.requires_grad_(False)),
     Case("no bias", _IMAGES, prepare=lambda layer: layer.register_parameter("bias", None)),
     Case("input without gradient", ((0, 3), (3, 3)), input_needs_grad=False),
     Case("channels_last", _IMAGES, layout=channels_last),
@@ -176,8 +185,9 @@ CASES = [
 class Way:
     """How ranks compute.
 
-    Torch's kernels on a GPU merge what each rank has rounded to float32, which costs a
-    digit, for which there is ``slack``.
+    Attributes:
+        slack: a factor of the allowed error. Torch's kernels on a GPU merge what each
+            rank has rounded to float32, which costs a digit.
     """
 
     kind: type[SyncBatchNorm] = SyncBatchNorm
@@ -189,15 +199,15 @@ class Way:
     def takes(self, case: Case) -> bool:
         """Whether ranks can compute a case.
 
-        One value per channel is an error. On a GPU, where the host does not read their
-        number, zero values cannot be computed either.
+        One value per channel is an error, and on a GPU also none, since the host does
+        not read their number.
         """
         values = sum(len(rows(batch.input)) for batch in case.batches(self.world_size, step=0))
         return values > 1 or (values == 0 and self.device == "cpu")
 
 
 def results_of_layer(case: Case, way: Way, rank: int) -> Results:
-    """Return this rank's results of several ranks, with summed parameter gradients."""
+    """Return this rank's results, with the sums of all ranks' parameter gradients."""
     layer = case.layer(way.kind).to(way.device)
     results: Results = {}
     for step in range(STEPS):
@@ -214,7 +224,7 @@ def results_of_one_process(
 ) -> Results:
     """Return this rank's part of torch's results for the joined batch.
 
-    They are computed in ``dtype``; ``None`` is the case's.
+    They are computed in ``dtype``; ``None`` is the case's dtype.
     """
     layer = case.layer(nn.BatchNorm1d).to(way.device, dtype)
     results: Results = {}
@@ -253,7 +263,7 @@ def on_cpu(results: Results) -> Results:
 
 
 def deviations(case: Case, way: Way, rank: int) -> list[str]:
-    """Describe results that are neither exact nor as near to exact as torch's."""
+    """Describe results whose error is larger than torch's, and than that of rounding."""
     ours = results_of_layer(case, way, rank)
     exact = results_of_one_process(case, replace(way, device="cpu"), rank, torch.float64)
     is_exact = case.dtype == torch.float64
@@ -267,17 +277,17 @@ def deviations(case: Case, way: Way, rank: int) -> list[str]:
         error = distance(value, exact[name])
         error_of_torch = distance(expected, exact[name])
         allowed = way.slack * max(error_of_torch, rounding(exact[name], value.dtype))
-        if not error <= allowed:  # NaN is off, too
+        if not error <= allowed:  # also if it is NaN
             found.append(f"{case}: {name} is {error:.2e} off instead of {allowed:.2e}")
     return found
 
 
 def rounding(exact: Tensor, dtype: torch.dtype) -> float:
-    """Return the error of a result in this dtype that counts as none."""
+    """Return the error that rounding a result to this dtype may cause."""
     largest = distance(exact, torch.zeros_like(exact))
-    if dtype == torch.float64:
+    if dtype == torch.float64:  # values near zero are differences of larger ones
         largest = max(largest, 1.0)
-    return _EXACT.get(dtype, 0.0) * largest
+    return _ROUNDING.get(dtype, 0.0) * largest  # a number of batches is not rounded
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -286,6 +296,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def all_deviations(rank: int, world_size: int, directory: Path, way: Way) -> list[str]:
+    """Describe the deviations of all cases; none if the layer is right."""
     store = f"file://{directory}/store"
     limit = timedelta(seconds=60)
     dist.init_process_group(
@@ -302,4 +313,5 @@ def test_equals_the_joined_batch(tmp_path: Path) -> None:
     This holds for several steps and any input on CPU; `make gpu` checks CUDA.
     """
     way = Way()
-    assert run_ranks(all_deviations, way.world_size, tmp_path, way) == [[]] * way.world_size
+    no_deviations: list[list[str]] = [[]] * way.world_size
+    assert run_ranks(all_deviations, way.world_size, tmp_path, way) == no_deviations

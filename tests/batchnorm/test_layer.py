@@ -108,7 +108,7 @@ def test_a_pass_makes_one_collective(tmp_path: Path) -> None:
 
 def refuses_second_derivative(_: int, batch: Tensor) -> None:
     loss = SyncBatchNorm(3)(batch.requires_grad_()).square().sum()
-    (gradient,) = torch.autograd.grad(loss, batch, create_graph=True)
+    [gradient] = torch.autograd.grad(loss, batch, create_graph=True)
     with pytest.raises(RuntimeError, match="trying to differentiate twice a function"):
         gradient.square().sum().backward()
 
@@ -149,6 +149,7 @@ TOO_EARLY = "process_group={!r} needs a process group, which is not initialised 
     ("ranks", "message"),
     [
         (0, NOT_A_GROUP),
+        (-100, NOT_A_GROUP),  # as torch's NON_GROUP_MEMBER, but written by the user
         (True, NOT_A_GROUP),
         ("nodes", NOT_A_GROUP),
         (2.5, NOT_A_GROUP),
@@ -164,30 +165,43 @@ def test_what_cannot_be_a_group_is_refused(ranks: Any, message: str) -> None:
     assert str(raised.value).startswith(message.format(ranks))
 
 
-def mean_of_group(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+@pytest.mark.parametrize("group", ["node", 2, -100])
+def test_a_layer_takes_only_a_process_group(group: Any) -> None:
+    """The error has the value, and names the function that takes the other forms."""
+    with pytest.raises(ConfigurationError) as raised:
+        SyncBatchNorm(3, process_group=group)
+    assert str(raised.value) == (
+        f"process_group must be a torch.distributed.ProcessGroup or None (got {group!r}); for"
+        " 'node' or a number of ranks, use convert_sync_batchnorm"
+    )
+
+
+def mean_of_group(rank: int, world_size: int, directory: Path) -> dict[str, float]:
     """Return the mean over this rank's group, for each form of the argument.
 
     The batch of rank r has the mean 2 ** r.
     """
     with stock_group(rank, world_size, directory):
-        by_hand = dist.new_group([0, 3]), dist.new_group([1, 2])
-        ways: dict[str, Any] = {
+        outer = dist.new_group([0, 3])
+        inner = dist.new_group([1, 2])
+        own_group: Any = outer if rank in (0, 3) else inner
+        forms: dict[str, Any] = {
             "None": None,
             **{str(size): size for size in (1, 2, 3, 9)},
-            "by hand": by_hand[rank in (1, 2)],
-            "of others": dist.new_group([0, 1]),
+            "own group": own_group,
+            "others' group": dist.new_group([0, 1]),
         }
         layers: dict[str, Any] = {
-            way: convert_sync_batchnorm(nn.BatchNorm1d(1, momentum=1.0), process_group=ranks)
-            for way, ranks in ways.items()
+            form: convert_sync_batchnorm(nn.BatchNorm1d(1, momentum=1.0), process_group=ranks)
+            for form, ranks in forms.items()
         }
-        layers["copied"] = copy.deepcopy(layers["by hand"])
-        layers["pickled"] = pickle.loads(pickle.dumps(layers["by hand"]))
-        assert layers["copied"].process_group == ways["by hand"]
+        layers["copied"] = copy.deepcopy(layers["own group"])
+        layers["pickled"] = pickle.loads(pickle.dumps(layers["own group"]))
+        assert layers["copied"].process_group == own_group
         assert layers["pickled"].process_group is None
         for layer in layers.values():
             layer(torch.tensor([[-1.0], [1.0]]) + 2**rank)
-        return {way: layer.running_mean.item() for way, layer in layers.items()}
+        return {form: layer.running_mean.item() for form, layer in layers.items()}
 
 
 def test_statistics_are_those_of_the_ranks_in_the_group(tmp_path: Path) -> None:
@@ -196,18 +210,18 @@ def test_statistics_are_those_of_the_ranks_in_the_group(tmp_path: Path) -> None:
     A pickled layer uses all ranks.
     """
     means = run_ranks(mean_of_group, 4, tmp_path)
-    ranks_by_group = {
+    groups_by_form = {
         "None": [[0, 1, 2, 3]],
         "9": [[0, 1, 2, 3]],
         "pickled": [[0, 1, 2, 3]],
         "1": [[0], [1], [2], [3]],
         "2": [[0, 1], [2, 3]],
         "3": [[0, 1, 2], [3]],
-        "by hand": [[0, 3], [1, 2]],
+        "own group": [[0, 3], [1, 2]],
         "copied": [[0, 3], [1, 2]],
-        "of others": [[0, 1], [2], [3]],
+        "others' group": [[0, 1], [2], [3]],
     }
-    for way, groups in ranks_by_group.items():
+    for form, groups in groups_by_form.items():
         for ranks in groups:
             mean = sum(2**rank for rank in ranks) / len(ranks)
-            assert [means[rank][way] for rank in ranks] == pytest.approx([mean] * len(ranks)), way
+            assert [means[rank][form] for rank in ranks] == pytest.approx([mean] * len(ranks)), form

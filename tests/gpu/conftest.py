@@ -1,15 +1,15 @@
-"""Find out what this machine's GPUs can do, and print what the tests have proven with
-them.
+"""Describe this machine's GPUs, find out how two ranks of NCCL work on them, and print a
+table of what the tests have proven.
 """
 
 import platform
 import subprocess
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +19,10 @@ from tests.gpu.placement import GLOO, GPU, IS_GPU, ON_ONE_CARD, ONE_EACH, Placem
 from tests.harness.environment import skip_because
 from tests.harness.ranks import launch_ranks
 
-# Names of a test's properties, from which the table is made: its first sentence, and
-# descriptions of the places where it ran.
-PROVES = "proves"
-MACHINE = "machine"
-NCCL_RANKS = "ranks of NCCL"
+# The properties of a test from which the table is made.
+PROVES = "proves"  # the first sentence of its docstring
+MACHINE = "machine"  # the description of the machine
+NCCL_RANKS = "ranks of NCCL"  # the description of their placement, if it has any
 
 FOLDER = Path(__file__).parent
 SECONDS_TO_REDUCE = 60
@@ -44,12 +43,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class NcclPlace:
-    """A placement in which two ranks of NCCL work, None if there is none, and its
-    description for the table.
+    """A description of how two ranks of NCCL are placed, for the table.
+
+    Attributes:
+        placement: ``None`` if they work in no placement; the description has the
+            reasons.
     """
 
-    placement: Placement | None
     description: str
+    placement: Placement | None = None
 
 
 def use_gpu(rank: int, world_size: int) -> Machine:
@@ -94,15 +96,15 @@ def machine() -> Machine:
 def nccl(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> NcclPlace:
     """Find a way in which two ranks of NCCL work."""
     if not IS_GPU:
-        return NcclPlace(ONE_EACH, "gloo in the place of NCCL")
+        return NcclPlace("gloo in the place of NCCL", ONE_EACH)
     ways = {"a GPU for each rank": ONE_EACH} if machine.cards > 1 else ON_ONE_CARD
     reasons = []
     for way, placement in ways.items():
         reason = why_not(placement, tmp_path_factory.mktemp("nccl"))
         if reason is None:
-            return NcclPlace(placement, f"two ranks, {way}")
+            return NcclPlace(f"two ranks, {way}", placement)
         reasons.append(f"{way}: {reason}")
-    return NcclPlace(None, f"two ranks of NCCL do not work here: {'; '.join(reasons)}")
+    return NcclPlace(f"two ranks of NCCL do not work here: {'; '.join(reasons)}")
 
 
 def why_not(placement: Placement, directory: Path) -> str | None:
@@ -140,6 +142,7 @@ def reduce_once(rank: int, world_size: int, placement: Placement, directory: Pat
 
 @pytest.fixture(autouse=True)
 def needs_gpu(machine: Machine, record_property: Callable[[str, object], None]) -> None:
+    """Skip each test if torch finds no GPU."""
     record_property(MACHINE, machine.description)
     skip_because(machine.missing)
 
@@ -160,6 +163,9 @@ def placement(
     return nccl.placement
 
 
+# The table.
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Attach the first sentence of its docstring to each test."""
     for item in items:
@@ -168,59 +174,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.user_properties.append((PROVES, sentence.rstrip(".")))
 
 
-class Result(NamedTuple):
-    """One test's row of the table, before cases of the same test are joined.
-
-    Attributes:
-        sentence: what the test proves.
-        outcome: such as "passed" or "skipped (needs two GPUs)".
-        case: the test's parameters; empty if it has none.
-        places: descriptions of the machine, and of the ranks of NCCL.
-    """
-
-    sentence: str
-    outcome: str
-    case: str
-    places: list[str]
-
-
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print a table for docs/reference/compatibility.md: a row for each sentence, with
     the cases of each outcome.
     """
-    results = list(_results_in(terminalreporter))
-    if not results:
-        return
-    places = dict.fromkeys(place for result in results for place in result.places)
-    terminalreporter.section("what this proves")
-    terminalreporter.write_line(f"| {'; '.join(places)} | Result |\n| --- | --- |")
-    for sentence in dict.fromkeys(result.sentence for result in results):
-        cases: dict[str, list[str]] = defaultdict(list)
-        for result in results:
-            if result.sentence == sentence:
-                cases[result.outcome].append(result.case)
-        cells = [f"{outcome}{_listed(names)}" for outcome, names in cases.items()]
-        terminalreporter.write_line(f"| {sentence} | {'; '.join(cells)} |")
-
-
-def _results_in(terminalreporter: Any) -> Iterator[Result]:
+    places: list[str] = []
+    rows: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, ()):
             properties = dict(getattr(report, "user_properties", ()))
             if PROVES in properties:
-                places = [properties[name] for name in (MACHINE, NCCL_RANKS) if name in properties]
-                _, _, case = report.nodeid.partition("[")
-                yield Result(
-                    properties[PROVES], _with_reason(outcome, report), case.rstrip("]"), places
-                )
+                rows[properties[PROVES]][with_reason(outcome, report)].append(case_of(report))
+                places += [properties[key] for key in (MACHINE, NCCL_RANKS) if key in properties]
+    if not rows:
+        return
+    terminalreporter.section("what this proves")
+    header = "; ".join(dict.fromkeys(places))
+    terminalreporter.write_line(f"| {header} | Result |\n| --- | --- |")
+    for sentence, cases_by_outcome in rows.items():
+        cells = [f"{outcome}{joined(cases)}" for outcome, cases in cases_by_outcome.items()]
+        terminalreporter.write_line(f"| {sentence} | {'; '.join(cells)} |")
 
 
-def _with_reason(outcome: str, report: Any) -> str:
+def with_reason(outcome: str, report: Any) -> str:
     """Return the outcome; if the test was skipped, with the reason."""
     is_skipped = outcome == "skipped" and isinstance(report.longrepr, tuple)
     return f"skipped ({report.longrepr[2].removeprefix('Skipped: ')})" if is_skipped else outcome
 
 
-def _listed(cases: list[str]) -> str:
+def case_of(report: Any) -> str:
+    """Return the test's parameters, or an empty string if it has none."""
+    _, _, case = report.nodeid.partition("[")
+    return str(case.rstrip("]"))
+
+
+def joined(cases: list[str]) -> str:
     names = ", ".join(sorted(filter(None, cases)))
     return f": {names}" if names else ""

@@ -1,5 +1,9 @@
 """Place the ranks of the GPU tests: their backend, the device of each, and the
 variables that NCCL needs there.
+
+With ``DDPX_GPU_TESTS_ON=cpu``, the tests run on stand-ins: the CPU in the place of each
+GPU, and gloo under another name in the place of NCCL. This only shows that the tests
+work.
 """
 
 import os

@@ -1,4 +1,16 @@
-"""Training on a GPU gives the numbers of stock ``ddp`` there, or of the CPU."""
+"""Training on GPUs gives the numbers of a reference.
+
+===============  =====================================================================
+Ranks on GPUs    Reference
+===============  =====================================================================
+over gloo        the same on the CPU
+over NCCL        stock ``ddp`` on the same GPUs
+SyncBatchNorm    torch's BatchNorm in one process, with the batches of all ranks joined
+===============  =====================================================================
+
+With stand-ins for GPUs and NCCL (see ``placement``), the reference of all ranks is the
+CPU over gloo, because stock cannot synchronise BatchNorm there.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -49,19 +61,17 @@ class Measured(training.Net):
         return loss
 
 
-def options_of(
-    kind: training.Kind, batchnorm_group_size: int | None, saver: ModelCheckpoint
-) -> dict[str, Any]:
-    """Return the Trainer's options. Stock's BatchNorm group has all ranks, whatever its
-    size here; ours saves in the background.
+def options_of(kind: training.Kind, group_size: int | None) -> dict[str, Any]:
+    """Return the Trainer's options for SyncBatchNorm and, with ours, background saves.
+
+    ``group_size`` is the number of ranks that share statistics, with stock all ranks;
+    ``None`` is for plain BatchNorm.
     """
-    options: dict[str, Any] = {"callbacks": [saver], "enable_checkpointing": True}
-    is_synchronised = batchnorm_group_size is not None
     if kind == "stock":
-        return {**options, "sync_batchnorm": is_synchronised}
-    options["plugins"] = [RankZeroCheckpointIO(background=True)]
-    if is_synchronised:
-        options["callbacks"].append(SyncBatchNormConversion(process_group=batchnorm_group_size))
+        return {"sync_batchnorm": group_size is not None}
+    options: dict[str, Any] = {"plugins": [RankZeroCheckpointIO(background=True)]}
+    if group_size is not None:
+        options["callbacks"] = [SyncBatchNormConversion(process_group=group_size)]
         options["strategy"] = {"broadcast_buffers": False}
     return options
 
@@ -72,13 +82,14 @@ def run_all_stages(
     placement: Placement,
     directory: Path,
     kind: training.Kind,
-    batchnorm_group_size: int | None,
+    group_size: int | None,
 ) -> dict[str, Any]:
-    """Train, save, resume, test, predict and gather; return the results."""
+    """Train, save, resume, test, predict and gather; return the results on the CPU."""
     L.seed_everything(1)
     model = Measured()
     saver = ModelCheckpoint(directory / kind / placement.backend, save_last=True)
-    options = options_of(kind, batchnorm_group_size, saver)
+    options = {"enable_checkpointing": True, **options_of(kind, group_size)}
+    options["callbacks"] = [saver, *options.get("callbacks", ())]
     placement.trainer(directory, kind, **options).fit(model)
     assert dist.get_backend() == placement.backend
 
@@ -89,28 +100,27 @@ def run_all_stages(
     tested = trainer.test(model, verbose=False)
     trainer.strategy.barrier("between")
     trainer.predict(model)
-    ranks_number = torch.full((2,), float(rank), device=placement.devices[rank])
+    own_number = torch.full((2,), float(rank), device=placement.devices[rank])
     return {
         "step": trainer.global_step,
         "weights": {name: value.cpu() for name, value in learned.items()},
         "logged": logged,
         "tested": tested,
-        "predicted": gather_predictions(trainer),
-        "gathered": trainer.strategy.all_gather(ranks_number).cpu(),
+        "predicted by all ranks": gather_predictions(trainer),  # on rank 0
+        "numbers of all ranks": trainer.strategy.all_gather(own_number).cpu(),
     }
 
 
-def assert_close(results: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """Assert that the results are as expected, and the first two ranks' weights equal."""
+def assert_as_expected(results: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Assert that the results are near those expected, and all ranks' weights equal."""
     torch.testing.assert_close(results, expected, **TOLERANCE)
-    training.assert_same(
-        results[0]["weights"]["layers.0.weight"], results[1]["weights"]["layers.0.weight"]
-    )
+    first_layers = [result["weights"]["layers.0.weight"] for result in results]
+    training.assert_same(first_layers, first_layers[:1] * len(results))
 
 
-@pytest.mark.parametrize(("ranks", "batchnorm_group_size"), [(2, None), (4, 2)])
+@pytest.mark.parametrize(("ranks", "group_size"), [(2, None), (4, 2)])
 def test_ranks_that_share_a_gpu_over_gloo_learn_as_on_the_cpu(
-    ranks: int, batchnorm_group_size: int | None, tmp_path: Path
+    ranks: int, group_size: int | None, tmp_path: Path
 ) -> None:
     """Over gloo: training, batched logging, metrics, SyncBatchNorm, background saves,
     resuming, barrier, gathering give the CPU's numbers.
@@ -118,24 +128,25 @@ def test_ranks_that_share_a_gpu_over_gloo_learn_as_on_the_cpu(
     Groups of two ranks among four share statistics.
     """
     placement = Placement("gloo", (GPU,) * ranks)
-    results = placement.run(run_all_stages, tmp_path, "ours", batchnorm_group_size)
-    expected = on_cpu(ranks).run(run_all_stages, tmp_path, "ours", batchnorm_group_size)
-    assert_close(results, expected)
+    results = placement.run(run_all_stages, tmp_path, "ours", group_size)
+    on_the_cpu = on_cpu(ranks).run(run_all_stages, tmp_path, "ours", group_size)
+    assert_as_expected(results, on_the_cpu)
 
 
 @pytest.mark.parametrize("placement", ["NCCL"], indirect=True)
-@pytest.mark.parametrize("batchnorm_group_size", [None, 2])
+@pytest.mark.parametrize("group_size", [None, 2])
 def test_ranks_of_nccl_learn_as_stocks(
-    placement: Placement, batchnorm_group_size: int | None, tmp_path: Path
+    placement: Placement, group_size: int | None, tmp_path: Path
 ) -> None:
     """Over NCCL: training, batched logging, metrics, SyncBatchNorm, background saves,
     resuming, barrier, gathering give stock's numbers.
     """
-    results = placement.run(run_all_stages, tmp_path, "ours", batchnorm_group_size)
-    kind: training.Kind = "stock" if IS_GPU else "ours"  # stand-ins show that the test works
-    reference = placement if IS_GPU else on_cpu(2)
-    expected = reference.run(run_all_stages, tmp_path, kind, batchnorm_group_size)
-    assert_close(results, expected)
+    results = placement.run(run_all_stages, tmp_path, "ours", group_size)
+    if IS_GPU:
+        reference = placement.run(run_all_stages, tmp_path, "stock", group_size)
+    else:
+        reference = on_cpu(2).run(run_all_stages, tmp_path, "ours", group_size)
+    assert_as_expected(results, reference)
 
 
 class AlwaysJoint(SyncBatchNorm):
@@ -146,14 +157,20 @@ class AlwaysJoint(SyncBatchNorm):
         return output
 
 
-def deviations(rank: int, world_size: int, placement: Placement, directory: Path) -> list[str]:
+def deviations_on_placement(
+    rank: int, world_size: int, placement: Placement, directory: Path
+) -> list[str]:
     """Compare the layer with one process that has all ranks' batches, case by case."""
     device = placement.devices[rank]
     if IS_GPU:
         torch.cuda.set_device(device)
-    layer_type = SyncBatchNorm if world_size > 1 else AlwaysJoint
-    slack = 16.0 if IS_GPU else 1.0
-    way = Way(layer_type, world_size, device, training.backend(placement.backend), slack)
+    way = Way(
+        kind=SyncBatchNorm if world_size > 1 else AlwaysJoint,
+        world_size=world_size,
+        device=device,
+        backend=training.backend(placement.backend),
+        slack=16.0 if IS_GPU else 1.0,
+    )
     return all_deviations(rank, world_size, directory, way)
 
 
@@ -165,7 +182,8 @@ def test_synchronised_batchnorm_equals_the_joined_batch(
     half precision.
     """
     shortened = replace(placement, devices=placement.devices[:ranks])
-    assert shortened.run(deviations, tmp_path) == [[]] * ranks
+    no_deviations: list[list[str]] = [[]] * ranks
+    assert shortened.run(deviations_on_placement, tmp_path) == no_deviations
 
 
 class TwoParts(training.Net):
@@ -200,10 +218,12 @@ def second_device(first: str) -> str:
 
 
 def test_a_rank_with_two_devices_learns_as_on_the_cpu(placement: Placement, tmp_path: Path) -> None:
-    """`devices_per_rank=2` with two GPUs, or over gloo with a GPU and the CPU."""
+    """`devices_per_rank=2` with two GPUs, or over gloo with a GPU and the CPU: the
+    weights are those of ranks on the CPU.
+    """
     if IS_GPU and placement is not GLOO and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     devices = [name for first in placement.devices for name in (first, second_device(first))]
     results = placement.run(train_on_two_devices, tmp_path, devices)
-    expected = on_cpu(2).run(train_on_two_devices, tmp_path, ["cpu"] * len(devices))
-    torch.testing.assert_close(results, expected, **TOLERANCE)
+    on_the_cpu = on_cpu(2).run(train_on_two_devices, tmp_path, ["cpu"] * len(devices))
+    torch.testing.assert_close(results, on_the_cpu, **TOLERANCE)

@@ -72,10 +72,22 @@ def hooked(layer: nn.Module) -> nn.Module:
     return layer
 
 
+def reweighted(layer: nn.Module) -> nn.Module:
+    """Return a layer whose weight is not a parameter, but computed from one by a hook."""
+    layer.factor = nn.Parameter(torch.linspace(0.5, 2, 8))
+    del layer.weight
+
+    def compute_weight(layer: nn.Module, _: Any) -> None:
+        layer.weight = layer.factor.square()
+
+    layer.register_forward_pre_hook(compute_weight)
+    return layer
+
+
 class Odd(Joint):
     """Has layers of all kinds that can be converted.
 
-    One is in two places, and others have hooks, a parametrisation, another mode or a
+    One is in two places, and others have hooks, a computed weight, another mode or a
     class of the user's.
     """
 
@@ -88,7 +100,7 @@ class Odd(Joint):
             nn.Unflatten(1, (8, 4, 1)),
             shared,
             hooked(nn.BatchNorm2d(8)),
-            nn.utils.spectral_norm(nn.BatchNorm2d(8)),
+            reweighted(nn.BatchNorm2d(8)),
             nn.BatchNorm2d(8).eval(),
             Doubled(8),
             shared,
@@ -104,8 +116,7 @@ class Odd(Joint):
 class Feature:
     """A feature that users combine with BatchNorm.
 
-    It has options of the Trainer and of the strategy, and the ways to convert layers:
-    our callback or the Trainer's flag.
+    Layers are converted by our callback, by the Trainer's flag, or by both.
     """
 
     model: Callable[[], Joint] = Joint
@@ -249,6 +260,6 @@ def test_groups_have_separate_statistics(two_hosts: Network) -> None:
     means_by_rank = ranks.run_ranks(
         mean_in_group, 4, init_method, [2, "node"], env=env, namespaces=places
     )
-    for means in zip(*means_by_rank, strict=True):
-        training.assert_same((means[0], means[2]), (means[1], means[3]))
-        assert not torch.equal(means[0], means[2])
+    for first, second, third, fourth in zip(*means_by_rank, strict=True):
+        training.assert_same((second, fourth), (first, third))
+        assert not torch.equal(first, third)

@@ -5,9 +5,8 @@ run different ones raise, instead of mixing up statistics.
 import copy
 import logging
 import pickle
-import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from lightning_ddp_ext import SyncBatchNorm, SyncBatchNormConversion, convert_sync_batchnorm
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from tests.harness.ranks import launch_ranks, run_ranks
-from tests.harness.training import Batch, Kind, Net, fit, make_trainer, on_ranks
+from tests.harness.training import Batch, Kind, Net, fit, make_trainer, on_ranks, warnings_with
 
 By = Literal["callback", "flag"]  # what converts: our callback, or the Trainer's flag
 
@@ -38,9 +37,9 @@ class Scaled(nn.BatchNorm1d):
 class Facts(NamedTuple):
     """The properties of a model that a conversion could change."""
 
-    modules: list[tuple[str, int, int, bool]]
-    keys: list[str]
-    attributes: list[list[str]]
+    modules: list[tuple[str, int, int, bool]]  # name, identity, identity of class, mode
+    keys: list[str]  # of the state dict
+    attributes: list[list[str]]  # by layer
 
 
 def facts(model: Any) -> Facts:
@@ -52,8 +51,8 @@ def facts(model: Any) -> Facts:
     return Facts(modules, list(model.state_dict()), attributes)
 
 
-class Records(Net):
-    """Records its facts in hooks.
+class Observed(Net):
+    """Has layers that are converted and others, and records its facts in hooks.
 
     Args:
         error: what the second training step raises.
@@ -93,29 +92,33 @@ class Record(NamedTuple):
     messages: list[str]
 
 
-def fit_and_record(kind: Kind, directory: Path, by: By, end: str = "success") -> Record:
+@contextmanager
+def batchnorm_messages() -> Iterator[list[str]]:
+    """Yield a list that has, after the block, its log lines and warnings on BatchNorm."""
+    found: list[str] = []
     handler = BufferingHandler(capacity=10_000)
     for name in ("lightning_ddp_ext", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.INFO)
         logging.getLogger(name).addHandler(handler)
+    with warnings_with("BatchNorm") as warned:
+        yield found
+    lines = [record.getMessage() for record in handler.buffer]
+    found += [line for line in lines if "BatchNorm" in line]
+    found += warned
+
+
+def fit_and_record(kind: Kind, directory: Path, by: By, end: str = "success") -> Record:
     callbacks = [SyncBatchNormConversion()] if by == "callback" else []
-    model = Records(ERRORS.get(end))
+    batches = 0 if end == "no batches" else 1.0
+    options = {"sync_batchnorm": by == "flag", "limit_train_batches": batches}
+    model = Observed(ERRORS.get(end))
     before = facts(model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with suppress(ZeroDivisionError, RankFailedError, SystemExit):
-            fit(
-                kind,
-                directory,
-                model,
-                *callbacks,
-                sync_batchnorm=by == "flag",
-                limit_train_batches=0 if end == "no batches" else 1.0,
-            )
-    messages = [each.getMessage() for each in handler.buffer]
-    messages += [str(each.message) for each in caught]
-    about_batchnorm = [message for message in messages if "BatchNorm" in message]
-    return Record(before, model.seen, facts(model), about_batchnorm)
+    with (
+        batchnorm_messages() as messages,
+        suppress(ZeroDivisionError, RankFailedError, SystemExit),
+    ):
+        fit(kind, directory, model, *callbacks, **options)
+    return Record(before, model.seen, facts(model), messages)
 
 
 @WAYS
@@ -178,8 +181,8 @@ def test_copies_in_the_model_are_restored_too(tmp_path: Path) -> None:
     assert on_ranks("ours", train_teacher, tmp_path) == [[nn.BatchNorm1d] * 2] * 2
 
 
-def choose_twice(kind: Kind, directory: Path) -> str:
-    model = Records()
+def choose_ranks_beside_the_flag(kind: Kind, directory: Path) -> str:
+    model = Observed()
     before = facts(model)
     conversion = SyncBatchNormConversion(process_group=1)
     with pytest.raises((ConfigurationError, RankFailedError)) as caught:
@@ -190,12 +193,12 @@ def choose_twice(kind: Kind, directory: Path) -> str:
 
 def test_the_trainers_flag_allows_no_choice_of_ranks(tmp_path: Path) -> None:
     """All ranks raise an error that names the flag."""
-    for message in on_ranks("ours", choose_twice, tmp_path):
+    for message in on_ranks("ours", choose_ranks_beside_the_flag, tmp_path):
         assert "sync_batchnorm=True synchronises all layers" in message
 
 
 def fit_alone(rank: int, world_size: int) -> None:
-    model = Records()
+    model = Observed()
     before = facts(model)
     copied = pickle.loads(pickle.dumps(SyncBatchNormConversion()))
     make_trainer("auto", devices=1, callbacks=[copied]).fit(model)
@@ -203,7 +206,7 @@ def fit_alone(rank: int, world_size: int) -> None:
 
 
 def test_the_callback_does_nothing_on_one_rank() -> None:
-    """It can be pickled for ranks that are spawned."""
+    """A pickled copy, as spawned ranks have, leaves the layers unchanged."""
     run_ranks(fit_alone, 1)
 
 

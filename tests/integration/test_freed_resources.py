@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -21,13 +21,20 @@ from tests.harness.training import Net
 from tests.supervision.model import BoomError, boom
 
 
+class Resources(NamedTuple):
+    """The numbers of descriptors and threads of a process."""
+
+    descriptors: int
+    threads: int
+
+
 def resources_of_trainers(
     rank: int, world_size: int, directory: Path, *, is_destroyed: bool
-) -> list[list[int]]:
-    """Count descriptors and threads after each of five Trainers, none of which has the
-    group of the one before.
+) -> list[Resources]:
+    """Return the resources after each of five Trainers, none of which has the group of
+    the one before.
     """
-    counts = []
+    resources = []
     for number in range(5):
         interface = None if is_destroyed or number % 2 else "lo"
         strategy = DDPExtStrategy(f"file://{directory}/store", interface=interface)
@@ -35,8 +42,9 @@ def resources_of_trainers(
         if is_destroyed:
             dist.destroy_process_group()
         gc.collect()
-        counts.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")])
-    return counts
+        descriptors = len(os.listdir("/proc/self/fd"))
+        resources.append(Resources(descriptors, threads=len(os.listdir("/proc/self/task"))))
+    return resources
 
 
 @pytest.mark.parametrize("is_destroyed", [True, False], ids=["destroyed", "other interface"])
@@ -46,13 +54,12 @@ def test_groups_formed_one_after_another_free_their_sockets_and_threads(
     """A script may destroy the group after each fit, or alternate between network
     interfaces.
     """
-    for counts in run_ranks(resources_of_trainers, 2, tmp_path, is_destroyed=is_destroyed):
-        descriptors, threads = counts[1]
-        last_descriptors, last_threads = counts[4]
+    for resources in run_ranks(resources_of_trainers, 2, tmp_path, is_destroyed=is_destroyed):
+        _, second, _, _, last = resources
         # A thread that looks for deadlocks may be reading at that moment; a leak adds
         # some for each group.
-        assert last_descriptors <= descriptors + 1, counts
-        assert last_threads <= threads + 1, counts
+        assert last.descriptors <= second.descriptors + 1, resources
+        assert last.threads <= second.threads + 1, resources
 
 
 def stop() -> None:

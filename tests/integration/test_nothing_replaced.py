@@ -168,7 +168,7 @@ RUNS = {
 }
 
 
-def of_process() -> dict[str, Any]:
+def process_state() -> dict[str, Any]:
     """Return the environment, signal handlers (including those in C), the limit of open
     files, and the package's threads.
     """
@@ -184,15 +184,16 @@ def of_process() -> dict[str, Any]:
 
 
 def changed_in_process(before: dict[str, Any]) -> set[str]:
-    """Return the names of what has changed since ``of_process`` returned this."""
-    return {name for name, _ in before.items() ^ of_process().items()}
+    """Return the names of what has changed since ``process_state`` returned this."""
+    now = process_state()
+    return {name for name in before | now if before.get(name) != now.get(name)}
 
 
 def changed_by_runs(kind: training.Kind, directory: Path) -> dict[str, set[str]]:
     """Return the changes after each run in a process that prints stacks on a signal."""
     warnings.simplefilter("ignore")
     faulthandler.register(signal.SIGUSR1)
-    before = of_process()
+    before = process_state()
     changed = {}
     for name, played in RUNS.items():
         strategy = training.make_strategy(kind, directory)
@@ -229,7 +230,7 @@ def pickled_copy(original: Any) -> Any:
     return pickle.loads(pickle.dumps(original))
 
 
-def use_copies(kind: training.Kind, directory: Path, make_copy: Any) -> Any:
+def use_copies(kind: training.Kind, directory: Path, make_copy: Any) -> dict[str, Any]:
     """Copy a fitted Trainer and its parts; have the copy test its model, and train it for
     another epoch.
     """
@@ -247,7 +248,12 @@ def use_copies(kind: training.Kind, directory: Path, make_copy: Any) -> Any:
     tested = copied.test(model, verbose=False)
     copied.fit_loop.max_epochs = 3
     copied.fit(model)
-    return tested, copied.current_epoch, copied.global_step, training.weights(model)
+    return {
+        "tested": tested,
+        "epochs": copied.current_epoch,
+        "steps": copied.global_step,
+        "weights": training.weights(model),
+    }
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled_copy])

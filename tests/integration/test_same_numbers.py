@@ -2,6 +2,7 @@
 and Trainer options.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -269,13 +270,11 @@ class OwnIteration(DataLoader[Any]):
         yield from super().__iter__()
 
 
-def loader(dataset: Any, *, kind: type[DataLoader[Any]] = DataLoader, **options: Any) -> Any:
-    return kind(dataset, batch_size=3, **options)
+loader = partial(DataLoader, batch_size=3)
 
 
-def of_own_generator() -> Any:
-    generator = torch.Generator().manual_seed(3)
-    return loader(training.data(), shuffle=True, generator=generator)
+def of_own_generator() -> DataLoader[Any]:
+    return loader(training.data(), shuffle=True, generator=torch.Generator().manual_seed(3))
 
 
 class Drawing(NamedTuple):
@@ -297,19 +296,13 @@ DRAWING = {
     "reloaded": Drawing(trainer={"reload_dataloaders_every_n_epochs": 1}),
     "several loaders": Drawing(lambda: [loader(training.data()), loader(training.data(9))]),
     "own generator": Drawing(of_own_generator, trainer={"use_distributed_sampler": False}),
-    "own iteration": Drawing(partial(loader, training.data(), kind=OwnIteration)),
+    "own iteration": Drawing(partial(OwnIteration, training.data(), batch_size=3)),
 }
-HOOKS = (
-    *("setup", "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start"),
-    *("on_train_epoch_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end"),
-    *("on_validation_start", "on_validation_batch_start", "on_validation_end", "on_train_end"),
-    *("on_test_start", "on_test_batch_start", "on_predict_start", "on_predict_batch_start"),
-    "on_fit_end",
-)
+HOOKS = [name for name in dir(L.Callback) if re.fullmatch(r"setup|on_\w+_(start|end)", name)]
 
 
 class Draws(L.Callback):
-    """Draws a random number in each hook."""
+    """Draws a random number in each hook that begins or ends something."""
 
     def __init__(self) -> None:
         self.drawn: dict[str, list[Tensor]] = {hook: [] for hook in HOOKS}
@@ -359,6 +352,6 @@ def test_random_numbers_are_those_of_stock_ddp(tmp_path: Path) -> None:
     """What hooks and dropout draw equals stock's, also in the second fit of a Trainer."""
     ours, stock = training.on_both(draw, tmp_path)
     for name in DRAWING:
-        for own, others in zip(ours, stock, strict=True):
-            training.assert_same(own[name], others[name])
+        for results, results_of_stock in zip(ours, stock, strict=True):
+            training.assert_same(results[name], results_of_stock[name])
     assert all(ours[0]["shuffled"]["drawn"].values())

@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_ddp_ext.batchnorm.groups import Ranks
+from lightning_ddp_ext.batchnorm.groups import JoinedRanks
 from lightning_ddp_ext.batchnorm.selection import Choice, Selection
 
 from ..layer_sync import RanksLayerSync
@@ -59,7 +59,7 @@ class SyncBatchNormConversion(pl.Callback):
         self,
         include: Selection = None,
         exclude: Selection = None,
-        process_group: Ranks = None,
+        process_group: JoinedRanks = None,
     ) -> None:
         self._layers = RanksLayerSync(process_group, Choice(include, exclude))
 
