@@ -93,11 +93,12 @@ def test_ranks_of_a_second_run_are_refused_and_the_first_continues(
         # and that of ``add_ones``.
         ranks.release(0, 1, 0, 1)
         finished = ranks.wait(0, 1)
+    active = process_name(0, ranks.pids[0])
     for fields, outcome in zip(late, refused, strict=True):
         assert message_of(outcome, RendezvousError) == (
-            f"another run of 2 ranks is active at {where} with {process_name(0, ranks.pids[0])}, and"
-            f" {process_name(fields['rank'], outcome.pid)} of {fields['world_size']} cannot join it;"
-            " stop that run, or choose another init_method for this one"
+            f"another run of 2 ranks is active at {where} with {active}, and"
+            f" {process_name(fields['rank'], outcome.pid)} of {fields['world_size']} cannot join"
+            " it; stop that run, or choose another init_method for this one"
         )
     assert [outcome.exit_code for outcome in finished] == [0, 0]
 
