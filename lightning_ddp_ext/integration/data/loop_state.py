@@ -67,6 +67,18 @@ def find_restart(
 ) -> Restart:
     """Find the point where training continues from ``FitLoop.state_dict()``.
 
+    =============================================  =====================================
+    The state was saved                            Training continues
+    =============================================  =====================================
+    between two epochs                             with the next epoch
+    there, but ``max_steps`` had cut the epoch     after its last optimiser step
+    in ``on_train_batch_end`` of the last batch    with the next epoch
+    in a validation in which all ranks stopped     with that validation
+    there, with accumulated gradients              after the last optimiser step
+    in another validation, after the last batch    with the end of the epoch
+    elsewhere in an epoch                          after the last optimiser step
+    =============================================  =====================================
+
     Args:
         fit_loop: the state.
         accumulated: the number of batches per optimiser step.
@@ -83,9 +95,9 @@ def find_restart(
     all_batches_done = batch["is_last_batch"] and batch["current"]["ready"] == done
     is_in_last_batch_end = all_batches_done and batch["current"]["completed"] < done
     if is_between_epochs:
-        if batch["is_last_batch"] or has_ended or not done:
+        is_complete = batch["is_last_batch"] or has_ended or not done
+        if is_complete:
             return Restart("epoch_start", epoch["processed"])
-        # Ended early by max_steps.
         return _after_last_step(epoch["processed"] - 1, done, accumulated)
     if is_in_last_batch_end:
         return Restart("epoch_start", epoch["processed"] + 1)
