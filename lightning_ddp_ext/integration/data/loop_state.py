@@ -196,22 +196,25 @@ def change_to(
 
 
 def _count_steps(fit_loop: Mapping[str, Any], restart: Restart, stopped: Stopped | None) -> int:
-    """Return the number of optimiser steps to add to those that were counted."""
+    """Return how many to add to Lightning's number of optimiser steps.
+
+    Lightning counts the step of a batch after the validation that follows it. When
+    training continues in the middle of an epoch, `_TrainingEpochLoop.reset` counts one.
+    """
     epoch = fit_loop["epoch_progress"]["current"]
     batch = fit_loop["epoch_loop.batch_progress"]["current"]
     is_in_last_batch_end = restart.epoch > epoch["processed"]
     if is_in_last_batch_end:
         return 1
     is_between_epochs = epoch["started"] == epoch["processed"]
+    has_next_batch_begun = batch["ready"] > batch["processed"]
     is_step_counted = (
         restart.dropped_of(batch["processed"]) > 0
         or is_between_epochs
-        or batch["ready"] > batch["processed"]
+        or has_next_batch_begun
         or stopped == "batch"
     )
-    if restart.at == "batch_end" and is_step_counted:
-        return -1  # `_TrainingEpochLoop.reset` adds one
-    return 0
+    return -1 if restart.at == "batch_end" and is_step_counted else 0
 
 
 def _set_batches(progress: dict[str, Any], restart: Restart) -> None:

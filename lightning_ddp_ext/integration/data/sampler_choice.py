@@ -137,8 +137,8 @@ class SamplerChoice:
 def users_sampler_of(loader: DataLoader[Any]) -> Any:
     """Return the sampler whose samples are divided among the ranks.
 
-    Inside the loader's batch sampler, it is one that draws, or any of which torch's own
-    batch sampler groups a known number of samples.
+    It is the one inside the loader's batch sampler if that sampler draws its order, or
+    if torch's own batch sampler groups its samples, whose number is known.
     """
     inner = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(inner, DRAWING):
