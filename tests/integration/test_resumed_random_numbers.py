@@ -107,6 +107,27 @@ def test_augmentation_in_workers_is_that_of_an_uninterrupted_run(
     assert run_ranks(resume_augmented, 2, tmp_path, dataset) == [none, none]
 
 
+class DrawingSampler(continuing.Turning):
+    """Draws a number whenever Lightning sets its epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        torch.rand(())
+
+
+def resume_with_drawing_sampler(rank: int, world_size: int, directory: Path) -> dict[str, str]:
+    """Return the differences of resumed runs of a model with dropout."""
+    sampler = DrawingSampler(24, rank, world_size)
+    options = {"use_distributed_sampler": False}
+    training = Training(continuing.loader(24, sampler=sampler), directory, options=options)
+    return continuing.generations(training, ["train_batch_end-3"], ["train_batch_end-8"])
+
+
+def test_a_sampler_that_draws_when_its_epoch_is_set(tmp_path: Path) -> None:
+    """Setting the epoch of a resumed run again does not change later random numbers."""
+    assert run_ranks(resume_with_drawing_sampler, 2, tmp_path) == [{}, {}]
+
+
 # Generators that are attributes of the user's objects.
 
 

@@ -1,4 +1,4 @@
-"""Where a run stops: a resumed run equals one that did not stop. Cases that the sweep lacks."""
+"""A resumed run equals one that did not stop, wherever it stopped: what the sweep lacks."""
 
 from functools import partial
 from pathlib import Path

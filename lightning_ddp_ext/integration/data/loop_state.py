@@ -6,7 +6,7 @@ accumulated gradients are lost, a batch that raised an exception may be lost, an
 that is resumed twice skips an epoch. So before Lightning reads the state, this module
 changes it, in the form of a dictionary, to one of four:
 
-- "epoch_start": between two epochs; the next epoch begins with its hooks.
+- "epoch_start": between two epochs; the next epoch begins, or the last one again.
 - "batch_end": as saved in ``on_train_batch_end``; training continues with the next
   batch.
 - "validation": as saved before the first batch of a validation, which runs from its
@@ -32,10 +32,11 @@ class Restart:
     Args:
         at: see the module's docstring.
         epoch: the epoch that begins, continues or ends.
-        done: the number of batches in this epoch that are done.
-        has_started: at "epoch_start", whether the epoch's start hooks were already
-            called; they are called again.
-        is_last: whether all batches of the epoch are done.
+        done: the number of batches in this epoch that are done; 0 at "epoch_start".
+        has_started: whether the epoch's start hooks were already called, at
+            "epoch_start" only; they are called again.
+        is_last: whether all batches of the epoch are done; always at "epoch_end", and
+            possible at "validation".
     """
 
     at: Literal["epoch_start", "batch_end", "validation", "epoch_end"]

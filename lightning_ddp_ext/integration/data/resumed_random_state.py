@@ -10,10 +10,10 @@ between two epochs       never                the start hooks of the epoch and i
                                               iterators draw from it
 at an epoch's start,     before its           the start hooks draw numbers, although
 after the start hooks    iterators start      they did so before the state was recorded
-after a batch            after its iterators  the saving run's iterators had drawn
-                         start                numbers before the state was recorded
-in a validation, or      never                iterators that continue leave it
-after the last batch                          unchanged
+after a batch            after its iterators  Lightning sets the epoch of samplers
+                         start                again, which may draw numbers
+in a validation, or      never                no iterator starts before the validation
+after the last batch                          or the end of the epoch
 =======================  ===================  ========================================
 
 Without a length, Lightning reads the first batch of an epoch before ``on_train_start``.
