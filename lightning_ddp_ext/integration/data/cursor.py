@@ -173,8 +173,8 @@ class EpochCursor:
         the beginning. User code reads the epoch that was set before, without changing
         what a loop reads.
         """
-        is_trained = loader.position is not None
-        loop = self._trainer.fit_loop if is_trained else active_loop_of(self._trainer)
+        is_training_loader = loader.position is not None
+        loop = self._trainer.fit_loop if is_training_loader else active_loop_of(self._trainer)
         is_read_by_loop = any(iterator is other for other in iterators_of(loop))
         if is_read_by_loop:
             # Without a length, Lightning reads a resumed epoch's first batch before it
@@ -183,7 +183,7 @@ class EpochCursor:
             loader.set_epoch(self.epoch, is_set_by_lightning=is_set_by_lightning)
         rank = self._strategy.global_rank
         with loader.workers_of(self.epoch, rank=rank, seeding=self.seeding):
-            if is_trained and is_read_by_loop:
+            if is_training_loader and is_read_by_loop:
                 return self._start_training(iterator)
             rewind(loader.loader)
             if is_read_by_loop:
@@ -192,6 +192,7 @@ class EpochCursor:
             return iter(own_copy(loader.loader))
 
     def _start_training(self, iterator: LazyIterator) -> Iterator[Any]:
+        """Start an iterator of the fit loop, with all others if an epoch begins."""
         if combined_iterator_of(self._trainer.fit_loop) is not self._combined_iterator:
             self._enter_epoch()
             return self._start_together(iterator)
