@@ -55,9 +55,8 @@ def resume_augmented_stream(
     options = {"model": continuing.WITHOUT_DROPOUT, "accumulate_grad_batches": accumulated}
     loaders = partial(loader, AugmentedStream(12, rank), batch_size=2)
     training = Training(loaders, directory, options=options)
-    return continuing.generations(
-        training, ["train_batch_end-3", "train_batch_end-8"], ["train_batch_end-10"]
-    )
+    points = ["train_batch_end-3", "train_epoch_end-6", "train_batch_end-8"]
+    return continuing.generations(training, points, ["train_batch_end-10"])
 
 
 @pytest.mark.parametrize("loader", [DataLoader, StatefulDataLoader])
