@@ -335,9 +335,11 @@ class Training:
     Attributes:
         loaders: makes the training loaders.
         directory: where the ranks connect.
+        devices: the number of ranks.
         options: of the Trainer; "model" makes the module from ``loaders``.
-        strategy: options of our strategy.
+        strategy: options of the strategy.
         name: the folder for checkpoints in ``directory``.
+        side: whether the strategy is ours or stock's.
     """
 
     loaders: Callable[[], Any]

@@ -53,20 +53,6 @@ def train(
     return len(Training(lambda: loader, directory, strategy=strategy or {}).run(**options).steps)
 
 
-def refuse(
-    rank: int,
-    world_size: int,
-    directory: Path,
-    make: Callable[[int], DataLoader[Any]],
-    strategy: dict[str, Any],
-    is_divided: bool,
-) -> str:
-    """Return the error."""
-    with pytest.raises(SamplingError) as refused:
-        train(directory, make(rank), strategy, use_distributed_sampler=is_divided)
-    return str(refused.value)
-
-
 class Difference(NamedTuple):
     """Loaders that differ by rank, and the error of all ranks.
 
@@ -129,19 +115,20 @@ DIFFERENCES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("make", "strategy", "is_divided", "message"), DIFFERENCES.values(), ids=DIFFERENCES
-)
-def test_data_that_differ_are_refused(
-    make: Callable[[int], DataLoader[Any]],
-    strategy: dict[str, Any],
-    is_divided: bool,
-    message: str,
-    tmp_path: Path,
-) -> None:
+def refuse(rank: int, world_size: int, directory: Path, name: str) -> str:
+    """Return the error."""
+    difference = DIFFERENCES[name]
+    loader = difference.make(rank)
+    with pytest.raises(SamplingError) as refused:
+        train(directory, loader, difference.strategy, use_distributed_sampler=difference.is_divided)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_data_that_differ_are_refused(name: str, tmp_path: Path) -> None:
     """Every rank raises, instead of waiting, with the values of all and a remedy."""
-    for error in run_ranks(refuse, 2, tmp_path, make, strategy, is_divided):
-        assert error.endswith(message)
+    for error in run_ranks(refuse, 2, tmp_path, name):
+        assert error.endswith(DIFFERENCES[name].message)
 
 
 def train_with_limit(rank: int, world_size: int, directory: Path, limit: dict[str, int]) -> int:

@@ -74,7 +74,7 @@ class Case(NamedTuple):
         return READERS[self.reader](self.samples, self.batch_size)
 
 
-# To one batch.
+# The Trainer limits these to one batch.
 LIMITED = [Case("limited", 1, 2), Case("limited", 13, 3)]
 READ_AS_STOCK = [
     *(Case("batches", samples, size) for samples in (1, 4, 5, 13) for size in (1, 3)),
@@ -84,15 +84,15 @@ READ_AS_STOCK = [
     Case("several", 2, 2),
     Case("shuffled", 13, 4),
 ]
-# Stock's ranks read others of the samples.
+# Stock's ranks read other samples.
 READ_OTHERWISE = [Case("subset", 20, 2), Case("fit", 5, 2)]
-# Stock's ranks would wait for a rank that has a batch less.
+# Stock's ranks would wait for a rank that has fewer batches.
 UNREPEATING = [Case("unrepeating", 10, 3), Case("unrepeating, stateful", 10, 3)]
 UNLIMITED = [*READ_AS_STOCK, *READ_OTHERWISE, *UNREPEATING]
 
 
 class InPlace(Metric):
-    """Adds to its state in place, as some metrics do, and to what is no state."""
+    """Adds in place to its state, as some metrics do, and to attributes that are not states."""
 
     total: Tensor
 

@@ -183,8 +183,9 @@ def test_an_epoch_of_changed_data_is_refused(name: str, tmp_path: Path) -> None:
 def resume_in_threes(
     rank: int, world_size: int, directory: Path
 ) -> tuple[list[int], list[list[int]]]:
-    """Resume after two batches of two samples, with batches of three; return the samples
-    of the whole epoch, and those that the resumed run reads in each batch.
+    """Resume after two batches of two samples, with batches of three.
+
+    Return the samples of the whole epoch, and those of each batch of the resumed run.
     """
     training = training_on(directory, world_size, divided_by_strategy(SAMPLES), max_epochs=1)
     whole = training.run("train_batch_end-2")

@@ -153,6 +153,8 @@ class Case:
             self.workers == "kept" and self.injected == "no" and "stateful" in kinds,
             # The epoch's last batch is not a step.
             "max_steps" in stops and self.optimizing == "third" and self.ends_unannounced,
+            # On a busy machine the ranks may agree on a first stop after the second one.
+            self.stop in SIGNALS and self.again == "max_steps",
             # On other ranks the number of steps is unknown, and with a limit the
             # remaining data are not all the rest.
             not self.keeps_ranks and (self.again == "max_steps" or self.limit != "none"),
@@ -575,11 +577,11 @@ def resume(case: Case, training: continuing.Training, path: str) -> tuple[Run, s
     if case.again == "no":
         return training.run(ckpt_path=path), ""
     epoch = int(case.epoch) + 1
-    second, path, done = run_to(case.again, epoch, case, training, path)
+    second, path_again, done = run_to(case.again, epoch, case, training, path)
     due = (epoch, case.index(case.again, training.devices))
     if case.stop in SIGNALS and second.steps and second.steps[0].moment > due:
         return second, ""  # on a busy machine the ranks had agreed on a first stop after this one
-    third = training.run(ckpt_path=path)
+    third = training.run(ckpt_path=path_again)
     if case.again not in ENDING:
         difference = continuing.difference(training, second, done, third)
         return second, difference and f"resumed again {difference}"

@@ -98,7 +98,6 @@ class EpochCursor:
     def _reset(self) -> None:
         self.seeding: WorkerSeeding | None = None
         self._resumed: ResumedEpoch | None = None
-        self._is_started = False
         self._combined_iterator: Any = None  # of the epoch that was entered last
         self._validated_at = math.inf
 
@@ -170,28 +169,30 @@ class EpochCursor:
     def start(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Start an iterator over a loader, because its first batch was requested.
 
-        In the fit loop it starts at the training position; in an evaluation loop or
-        user code, at the beginning. User code reads the epoch that was set before.
+        An iterator of the fit loop starts at the training position, any other one at
+        the beginning. User code reads the epoch that was set before, without changing
+        what a loop reads.
         """
-        is_trained = loader.position is not None
-        loop = self._trainer.fit_loop if is_trained else active_loop_of(self._trainer)
+        is_training_loader = loader.position is not None
+        loop = self._trainer.fit_loop if is_training_loader else active_loop_of(self._trainer)
         is_read_by_loop = any(iterator is other for other in iterators_of(loop))
-        epoch = self.epoch
         if is_read_by_loop:
-            # Of an unknown length, a resumed epoch's first batch is read before that.
-            is_set_by_lightning = self._resumed is None or self._is_started
-            loader.set_epoch(epoch, is_set_by_lightning=is_set_by_lightning)
+            # Without a length, Lightning reads a resumed epoch's first batch before it
+            # sets the epoch of samplers.
+            is_set_by_lightning = self._resumed is None or self._resumed.has_started
+            loader.set_epoch(self.epoch, is_set_by_lightning=is_set_by_lightning)
         rank = self._strategy.global_rank
-        with loader.workers_of(epoch, rank=rank, seeding=self.seeding):
-            if is_trained and is_read_by_loop:
+        with loader.workers_of(self.epoch, rank=rank, seeding=self.seeding):
+            if is_training_loader and is_read_by_loop:
                 return self._start_training(iterator)
             rewind(loader.loader)
-            if not is_read_by_loop:
-                return iter(own_copy(loader.loader))
-            start = loader.start_evaluation
-            return iter(loader.loader) if start is None else start(loader.loader)
+            if is_read_by_loop:
+                start = loader.start_evaluation or iter
+                return start(loader.loader)
+            return iter(own_copy(loader.loader))
 
     def _start_training(self, iterator: LazyIterator) -> Iterator[Any]:
+        """Start an iterator of the fit loop, with all others if an epoch begins."""
         if combined_iterator_of(self._trainer.fit_loop) is not self._combined_iterator:
             self._enter_epoch()
             return self._start_together(iterator)
@@ -207,8 +208,7 @@ class EpochCursor:
         if self._resumed is not None and epoch > self._resumed.restart.epoch:
             self._resumed = None
         if self._resumed is not None:
-            self._resumed.place(self.seeding)
-            self._resumed.random_state.before_iterators()
+            self._resumed.before_iterators(self.seeding)
         continues = self._resumed is not None and self._resumed.restart.is_within
         if not continues:
             for position in positions_of(self._trainer):
@@ -223,7 +223,7 @@ class EpochCursor:
             if other is not iterator:
                 other.start()
         if self._resumed is not None:
-            self._resumed.random_state.after_iterators()
+            self._resumed.after_iterators()
         return batches
 
     def _start_at_position(self, iterator: LazyIterator) -> Iterator[Any]:
@@ -253,14 +253,14 @@ class EpochCursor:
 
     def on_train_start(self) -> None:
         """Set the counters and the random state with which training continues."""
-        self._is_started = True
         self._validated_at = time.monotonic()
-        if self._resumed is not None and not self._resumed.describes_loops:
-            # A `LearningRateFinder` sets the loops to its own file, so that the resumed
-            # checkpoint no longer describes them.
-            self._resumed = None
-        if self._resumed is not None:
+        if self._resumed is None:
+            return
+        if self._resumed.describes_loops:
             self._resumed.on_train_start(self.seeding)
+        else:
+            # A `LearningRateFinder` has set the loops to its own file.
+            self._resumed = None
 
     def on_train_batch_start(self) -> None:
         """Let Lightning's loops continue as usual in a resumed epoch."""

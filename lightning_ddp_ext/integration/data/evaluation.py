@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -54,9 +54,10 @@ class Evaluation:
 
     Attributes:
         is_exact: the argument ``exact_evaluation`` of ``DDPExtStrategy``.
-        is_idle: whether this rank's batch does not count in the current step, or did
-            not in the last one.
-        idle_ranks: the ranks whose batches do not count in the current step.
+        idle_ranks: the ranks whose batches do not count in the current step; empty
+            outside of steps.
+        is_idle: whether this rank's batch does not count in the step. It is kept for
+            the hooks after the step, until the next one.
     """
 
     def __init__(self, strategy: RankDevicesStrategy, *, is_exact: bool) -> None:
@@ -79,12 +80,7 @@ class Evaluation:
         return self.is_exact and dist.is_initialized() and self._strategy.world_size > 1
 
     def prepare(self, loader: DistributedLoader, stage: RunningStage) -> None:
-        """Prepare a loader for an evaluation. Collective.
-
-        Args:
-            loader: the loader.
-            stage: the stage.
-        """
+        """Prepare a loader for a stage of ``EVALUATED``. Collective."""
         if stage == RunningStage.PREDICTING:
             if length_or_inf(loader) == 0:
                 # Lightning refuses a length of 0; the iterator still yields nothing
@@ -149,16 +145,17 @@ class Evaluation:
         steps = self._idle_ranks_of_steps
         self.idle_ranks = steps.popleft() if steps else ()
         self.is_idle = self._strategy.global_rank in self.idle_ranks
-        trainer = self._strategy.current_trainer
         try:
-            with (
-                uncounted(results_of(trainer), trainer.lightning_module)
-                if self.is_idle
-                else nullcontext()
-            ):
+            with self._restoring_if_idle():
                 yield
         finally:
             self.idle_ranks = ()
+
+    def _restoring_if_idle(self) -> AbstractContextManager[None]:
+        if not self.is_idle:
+            return nullcontext()
+        trainer = self._strategy.current_trainer
+        return uncounted(results_of(trainer), trainer.lightning_module)
 
 
 def _draw_indices(even: EvenBatches, idle_ranks_by_batch: deque[IdleRanks]) -> Iterator[Any]:

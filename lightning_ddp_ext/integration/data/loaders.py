@@ -13,17 +13,15 @@ from lightning_ddp_ext.arguments import check_choice
 from lightning_ddp_ext.checkpoint.rank_records import Kind
 from lightning_ddp_ext.data.loader import DistributedLoader, source_of
 from lightning_ddp_ext.data.loader_kinds import global_order_of, position_of
-from lightning_ddp_ext.data.proxy import iterable_of
 
 from ..checkpoints.collective import Checkpoints
-from ..private.compat import combined_loader_of
 from ..private.lightning_tree import RunningStage, pl
 from ..private.replaced_methods import Prepare
 from ..start.devices import RankDevicesStrategy
 from .cursor import EpochCursor, ResumeData, RunParts
 from .evaluation import EVALUATED, Evaluation
 from .position_saver import PositionSaver
-from .positions import training_loaders_of
+from .positions import training_loaders_of, validation_loaders_of
 from .sampler_choice import Order, SamplerChoice
 from .uneven import UnevenInputs, UnevenMode
 
@@ -87,6 +85,7 @@ class TrainerLoaders:
         for loader in training_loaders_of(self._strategy.current_trainer):
             sampler = global_order_of(loader.loader)
             if loader.is_dealt and sampler is not None:
+                # Until now, it had the seed of this run instead of the resumed one's.
                 sampler.seed = self.cursor.seed
                 loader.position.read_parameters()
 
@@ -110,28 +109,26 @@ class TrainerLoaders:
         loader = DistributedLoader(divided, self.cursor.start)
         loader.is_dealt = divided is not source
         if stage in EVALUATED:
-            self.evaluation.prepare(loader, stage)
-            loader.on_iterator = self._before_validation
-            loader.had_workers = self.saver.had_validation_workers
+            self._prepare_evaluation(loader, stage)
         else:
-            self.cursor.free_loaders()
-            self.uneven.agree_on_length(loader)
-            self._follow_position(loader)
+            self._prepare_training(loader)
         return loader.shown()
 
-    def _follow_position(self, loader: DistributedLoader) -> None:
+    def _prepare_evaluation(self, loader: DistributedLoader, stage: RunningStage) -> None:
+        self.evaluation.prepare(loader, stage)
+        loader.on_iterator = self._before_validation
+        # Loaders that are made again in this run have new workers.
+        is_made_again = bool(validation_loaders_of(self._strategy.current_trainer))
+        loader.had_workers = self.saver.had_validation_workers and not is_made_again
+
+    def _prepare_training(self, loader: DistributedLoader) -> None:
+        self.cursor.free_loaders()
+        self.uneven.agree_on_length(loader)
         trainer = self._strategy.current_trainer
-        # GradientAccumulationScheduler sets the Trainer's value only when an epoch starts.
-        scheduled = [
-            batches
-            for callback in trainer.callbacks
-            if isinstance(callback, pl.callbacks.GradientAccumulationScheduler)
-            for batches in callback.scheduling.values()
-        ]
         loader.position = position_of(
             loader.loader,
             world_size=self._strategy.world_size,
-            remembered=max([trainer.accumulate_grad_batches, *scheduled]) + _BATCHES_BEHIND,
+            remembered=_most_batches_per_step(trainer) + _BATCHES_BEHIND,
         )
         loader.position.generators.append(loader.seeds)
 
@@ -143,10 +140,22 @@ class TrainerLoaders:
         trainer = self._strategy.current_trainer
         self._parts.stops.weights.before_validation(trainer)
         self._parts.recorder.before_validation()
-        self.saver.had_validation_workers = False  # the loaders know it
-        val_loop = trainer.fit_loop.epoch_loop.val_loop
-        combined = combined_loader_of(val_loop)
-        is_first_loader = combined is not None and iterable_of(combined.flattened[0]) is loader
-        if is_first_loader and trainer.validating and val_loop.batch_progress.current.ready == 0:
+        has_begun = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready > 0
+        is_first_loader = validation_loaders_of(trainer)[:1] == [loader]
+        if trainer.validating and is_first_loader and not has_begun:
             self.saver.record("validation")
             self._parts.recorder.record(Kind.BATCH)
+
+
+def _most_batches_per_step(trainer: Any) -> int:
+    """Return the most batches that an optimiser step of this run may have.
+
+    GradientAccumulationScheduler sets the Trainer's value only when an epoch starts.
+    """
+    scheduled = [
+        batches
+        for callback in trainer.callbacks
+        if isinstance(callback, pl.callbacks.GradientAccumulationScheduler)
+        for batches in callback.scheduling.values()
+    ]
+    return int(max([trainer.accumulate_grad_batches, *scheduled]))

@@ -6,7 +6,7 @@ accumulated gradients are lost, a batch that raised an exception may be lost, an
 that is resumed twice skips an epoch. So before Lightning reads the state, this module
 changes it, in the form of a dictionary, to one of four:
 
-- "epoch_start": between two epochs; the next epoch begins with its hooks.
+- "epoch_start": between two epochs; the next epoch begins, or the last one again.
 - "batch_end": as saved in ``on_train_batch_end``; training continues with the next
   batch.
 - "validation": as saved before the first batch of a validation, which runs from its
@@ -32,10 +32,11 @@ class Restart:
     Args:
         at: see the module's docstring.
         epoch: the epoch that begins, continues or ends.
-        done: the number of batches in this epoch that are done.
-        has_started: at "epoch_start", whether the epoch's start hooks were already
-            called; they are called again.
-        is_last: whether all batches of the epoch are done.
+        done: the number of batches in this epoch that are done; 0 at "epoch_start".
+        has_started: whether the epoch's start hooks were already called, at
+            "epoch_start" only; they are called again.
+        is_last: whether all batches of the epoch are done; always at "epoch_end", and
+            possible at "validation".
     """
 
     at: Literal["epoch_start", "batch_end", "validation", "epoch_end"]
@@ -67,6 +68,18 @@ def find_restart(
 ) -> Restart:
     """Find the point where training continues from ``FitLoop.state_dict()``.
 
+    =============================================  =====================================
+    The state was saved                            Training continues
+    =============================================  =====================================
+    between two epochs                             with the next epoch
+    there, but ``max_steps`` had cut the epoch     after its last optimiser step
+    in ``on_train_batch_end`` of the last batch    with the next epoch
+    in a validation in which all ranks stopped     with that validation
+    there, with accumulated gradients              after the last optimiser step
+    in another validation, after the last batch    with the end of the epoch
+    elsewhere in an epoch                          after the last optimiser step
+    =============================================  =====================================
+
     Args:
         fit_loop: the state.
         accumulated: the number of batches per optimiser step.
@@ -83,9 +96,9 @@ def find_restart(
     all_batches_done = batch["is_last_batch"] and batch["current"]["ready"] == done
     is_in_last_batch_end = all_batches_done and batch["current"]["completed"] < done
     if is_between_epochs:
-        if batch["is_last_batch"] or has_ended or not done:
+        is_complete = batch["is_last_batch"] or has_ended or not done
+        if is_complete:
             return Restart("epoch_start", epoch["processed"])
-        # Ended early by max_steps.
         return _after_last_step(epoch["processed"] - 1, done, accumulated)
     if is_in_last_batch_end:
         return Restart("epoch_start", epoch["processed"] + 1)
@@ -184,22 +197,25 @@ def change_to(
 
 
 def _count_steps(fit_loop: Mapping[str, Any], restart: Restart, stopped: Stopped | None) -> int:
-    """Return the number of optimiser steps to add to those that were counted."""
+    """Return how many to add to Lightning's number of optimiser steps.
+
+    Lightning counts the step of a batch after the validation that follows it. When
+    training continues in the middle of an epoch, `_TrainingEpochLoop.reset` counts one.
+    """
     epoch = fit_loop["epoch_progress"]["current"]
     batch = fit_loop["epoch_loop.batch_progress"]["current"]
     is_in_last_batch_end = restart.epoch > epoch["processed"]
     if is_in_last_batch_end:
         return 1
     is_between_epochs = epoch["started"] == epoch["processed"]
+    has_next_batch_begun = batch["ready"] > batch["processed"]
     is_step_counted = (
         restart.dropped_of(batch["processed"]) > 0
         or is_between_epochs
-        or batch["ready"] > batch["processed"]
+        or has_next_batch_begun
         or stopped == "batch"
     )
-    if restart.at == "batch_end" and is_step_counted:
-        return -1  # `_TrainingEpochLoop.reset` adds one
-    return 0
+    return -1 if restart.at == "batch_end" and is_step_counted else 0
 
 
 def _set_batches(progress: dict[str, Any], restart: Restart) -> None:

@@ -1,10 +1,23 @@
 """Save where training continues in its data, and each rank's state there.
 
-A checkpoint may continue before the batch after which it is saved: accumulated
-gradients are not saved, so training continues after the last optimiser step, and after
-an exception the epoch may start again. Each rank therefore records its random states at
-the start of each epoch, optimiser step and validation, and saves those of the moment
-with which training continues.
+A checkpoint may continue before the batch after which it is saved. For example,
+accumulated gradients are not saved, so training continues after the last optimiser
+step. Each rank therefore records its state at three moments, and a checkpoint has the
+state from which training continues:
+
+======================================  ==============================================
+Training continues                      The saved state was recorded
+======================================  ==============================================
+with an epoch that starts again         as "epoch", immediately before its iterators
+                                        started
+with a validation that starts again     as "validation", before its iterators were
+                                        created
+with an optimiser step that starts      as "step", before its first batch was
+again                                   requested
+anywhere else                           when the checkpoint is saved
+======================================  ==============================================
+
+Evaluations that follow a fit do not change the state that is saved.
 """
 
 from __future__ import annotations
@@ -64,8 +77,8 @@ class PositionSaver:
         stops: knows whether all ranks stop.
 
     Attributes:
-        had_validation_workers: whether the run that is resumed had seeded workers for
-            validation, until the first validation of this run.
+        had_validation_workers: whether the run that this one resumes had seeded workers
+            for validation.
     """
 
     def __init__(
@@ -80,7 +93,7 @@ class PositionSaver:
         self.had_validation_workers = False
 
     def attach(self, trainer: Any) -> None:
-        """Drop what an earlier run recorded; a new fit also drops where training ended."""
+        """Drop what an earlier run recorded, and before a fit also where training ended."""
         self._trainer = trainer
         self._recorded = {}
         self.had_validation_workers = False
@@ -127,8 +140,14 @@ class PositionSaver:
     ) -> None:
         """Add all ranks' data positions to a checkpoint in the call ``what``.
 
-        ``seed`` is the seed for the order of samples, if known. Collective unless this
-        rank saves alone. A process that has only started ranks has no position.
+        Collective, unless this rank saves alone. A process that has only started ranks
+        has no position.
+
+        Args:
+            checkpoint: the checkpoint.
+            what: the name of the call in errors.
+            seed: the seed for the order of samples, if known.
+            is_alone: whether this rank saves alone.
         """
         if "loops" not in checkpoint or self._trainer is None:
             return
@@ -143,11 +162,7 @@ class PositionSaver:
         )
 
     def _gather(self, own: dict[str, Any], what: str, *, is_alone: bool) -> list[Any] | None:
-        """Return the ranks' states that this rank saves.
-
-        These are all ranks' on rank 0, and ``None`` on the others; if this rank saves
-        alone, its own.
-        """
+        """Return the ranks' states that this rank saves, or ``None`` if rank 0 does."""
         if not is_alone:
             return self._checkpoints.to_rank_zero(own, what)
         # The other ranks skip this call.
@@ -162,7 +177,7 @@ class PositionSaver:
         fit_loop = self._trainer.fit_loop
         is_running = fetcher_of(fit_loop) is not None
         if self._end is not None and not is_running and self._end.batches == _batches_in(loops):
-            # Training has finished, and the checkpoint is of its last step.
+            # Training has ended, and the checkpoint is of its last step.
             return self._end
         restart = self._find_restart(loops)
         has_loaders = combined_loader_of(fit_loop) is not None
@@ -182,27 +197,26 @@ class PositionSaver:
 
     def _position_at(self, restart: Restart, loops: Mapping[str, Any]) -> RankPosition:
         processed = loops["epoch_loop.batch_progress"]["current"]["processed"]
-        recorded = self._recorded_for(restart, processed)
+        recorded = self._state_at(restart, processed)
         positions = positions_of(self._trainer) if restart.is_within else []
-        loaders = [
-            position.state_dict(restart.done, batches_given)
-            # Outside of an epoch there are no positions.
-            for position, batches_given in zip(positions, recorded.batches_given, strict=False)
-        ]
         state = {
             "random": recorded.random,
-            "loaders": loaders,
-            # Used at the start of an epoch only, whose record is made after the draws.
+            "loaders": [
+                position.state_dict(restart.done, batches_given)
+                # Outside of an epoch there are no positions.
+                for position, batches_given in zip(positions, recorded.batches_given, strict=False)
+            ],
             "has_drawn_seeds": restart.has_started,
             "has_seeded_validation": recorded.has_seeded_validation,
         }
         return RankPosition(_batches_in(loops), restart, state)
 
-    def _recorded_for(self, restart: Restart, processed: int) -> RecordedState:
-        """Return the state recorded for a restart, or the current one if none was.
+    def _state_at(self, restart: Restart, processed: int) -> RecordedState:
+        """Return the state from which training continues, see the module's table.
 
-        If the epoch is repeated, that is the state at its start; if batches are trained on
-        again, the state at the start of their step.
+        Args:
+            restart: where training continues.
+            processed: the number of batches processed in the epoch.
         """
         recorded: RecordedState | None = None
         if restart.has_started:

@@ -25,8 +25,7 @@ def epoch_of(trainer: Any) -> int:
 
 def training_loaders_of(trainer: Any) -> list[DistributedLoader]:
     """Return the training loaders, in the order of the combined loader."""
-    combined = combined_loader_of(trainer.fit_loop)
-    return [] if combined is None else [iterable_of(loader) for loader in combined.flattened]
+    return _loaders_of(trainer.fit_loop)
 
 
 def positions_of(trainer: Any) -> list[LoaderPosition]:
@@ -35,8 +34,12 @@ def positions_of(trainer: Any) -> list[LoaderPosition]:
 
 
 def validation_loaders_of(trainer: Any) -> list[DistributedLoader]:
-    """Return the loaders of the fit's validation."""
-    combined = combined_loader_of(trainer.fit_loop.epoch_loop.val_loop)
+    """Return the loaders of the fit's validation, in the order of the combined loader."""
+    return _loaders_of(trainer.fit_loop.epoch_loop.val_loop)
+
+
+def _loaders_of(loop: Any) -> list[DistributedLoader]:
+    combined = combined_loader_of(loop)
     return [] if combined is None else [iterable_of(loader) for loader in combined.flattened]
 
 

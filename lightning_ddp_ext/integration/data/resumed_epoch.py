@@ -1,19 +1,22 @@
 """Continue in the epoch in which a checkpoint was saved, or repeat it.
 
-A resumed epoch is **saved** once the checkpoint was read, when its loaders are not
-known yet. It is **placed** once each loader continues at its position, or the whole
-epoch is repeated because a loader cannot continue:
+When the checkpoint is read, the loaders are not known yet. The epoch is **placed** once
+each loader continues at its position, or the whole epoch is repeated because a loader
+cannot continue:
 
-====================================  ===============================================
-hook                                  effect on a resumed epoch
-====================================  ===============================================
-the checkpoint is read                saved; Lightning gets a corrected loop state
-an iterator enters the epoch          placed
+====================================  ================================================
+Event                                 Effect on the resumed epoch
+====================================  ================================================
+the checkpoint is read                Lightning gets a corrected loop state
+an iterator enters the epoch          placed; the random state is restored
 ``on_train_start``                    placed; counters and random state are restored
 ``on_train_batch_start``              the loops no longer treat it as restarted
 ``on_validation_end``                 the same, if the resume began with a validation
 an iterator enters the next epoch     it ends, and the cursor drops it
-====================================  ===============================================
+====================================  ================================================
+
+If a loader has no length, Lightning reads a batch before ``on_train_start``, so that an
+iterator enters the epoch first.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.loader_properties import length_or_inf
 from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition
 from lightning_ddp_ext.data.seeding import WorkerSeeding
@@ -56,10 +60,9 @@ class ResumedEpoch:
             repeated.
 
     Attributes:
-        seed: the seed for the order of samples; ``None`` if the checkpoint has none.
         restart: where training continues, with the batches of this number of ranks. It
             is the start of the epoch if that is repeated.
-        random_state: restores this rank's random state.
+        has_started: whether ``on_train_start`` was called.
     """
 
     def __init__(
@@ -75,9 +78,10 @@ class ResumedEpoch:
         self._saved = saved
         self._is_strict = is_strict
         self.restart = saved.restart
+        self.has_started = False
         self._batches = math.inf  # of the epoch, if known from the checkpoint
         self._placed: Sequence[LoaderPosition] = ()
-        self.random_state = ResumedRandomState(strategy, saved)
+        self._random_state = ResumedRandomState(strategy, saved)
 
     @property
     def _trainer(self) -> Any:
@@ -97,12 +101,25 @@ class ResumedEpoch:
         is_cut = self.restart.at == "batch_end" and self.restart.done >= limit > 0
         return self.restart.is_last or is_cut
 
+    # Iterators of the training loaders.
+
+    def before_iterators(self, seeding: WorkerSeeding | None) -> None:
+        """Prepare the loaders and the random state for the iterators of this epoch.
+
+        Collective if the loaders are new. For the argument and errors, see
+        :meth:`_place`.
+        """
+        self._place(seeding)
+        self._random_state.before_iterators()
+
+    def after_iterators(self) -> None:
+        """Restore the random state if the iterators have changed it."""
+        self._random_state.after_iterators()
+
     # Placing the loaders.
 
-    def place(self, seeding: WorkerSeeding | None) -> None:
-        """Continue in each training loader, or repeat the epoch.
-
-        Collective the first time, and again for new loaders.
+    def _place(self, seeding: WorkerSeeding | None) -> None:
+        """Continue in each training loader, or repeat the epoch, unless it is placed.
 
         Args:
             seeding: how ``SamplerEpochSeeding`` seeds loader workers.
@@ -119,16 +136,7 @@ class ResumedEpoch:
         # If a rank refuses to resume, no rank has begun to read.
         self._on_every_rank(self._check)
         different = self._on_every_rank(partial(self._continue, seeding))
-        answers = ranks_of(self._strategy).gather((different, self.restart.done))
-        by_rank = {rank: name for rank, (name, _) in enumerate(answers) if name is not None}
-        done = [done for _, done in answers]
-        if by_rank:
-            self._repeat_with_other_samples(by_rank)
-        elif len(set(done)) > 1:
-            self._repeat(
-                f"a sampler gives this number of ranks different numbers of batches: {done}",
-                "use a sampler with uneven='pad' or 'drop', or as many ranks as before",
-            )
+        self._repeat_if_impossible(different)
 
     def _on_every_rank(self, work: Callable[[], T]) -> T:
         try:
@@ -159,40 +167,42 @@ class ResumedEpoch:
         Return the name of the first one that does not draw the same as the resumed run.
         """
         self._count_batches()
-        rank = self._strategy.global_rank
-        has_own_state = self._saved.random_state_of(rank) is not None
-        different = []
-        for loader, state in zip(training_loaders_of(self._trainer), self._states, strict=True):
-            position = loader.position
-            position.on_progress = partial(report_progress, self._trainer)
-            needs_own_state = position.is_by_rank and state["at"] > 0
-            if needs_own_state and not has_own_state:
-                different.append(position.name)
-                continue
-            epoch = self.restart.epoch
-            loader.set_epoch(epoch)
-            with loader.workers_of(epoch, rank=rank, seeding=seeding):
-                draws_the_same = position.continue_epoch(epoch, state, done=self.restart.done)
-            if not draws_the_same:
-                different.append(position.name)
+        different = [
+            loader.position.name
+            for loader, state in zip(training_loaders_of(self._trainer), self._states, strict=True)
+            if not self._continue_loader(loader, state, seeding)
+        ]
         return different[0] if different else None
 
-    def _count_batches(self) -> None:
-        """Compute the number of batches done and the epoch's number of batches.
+    def _continue_loader(
+        self, loader: DistributedLoader, state: Mapping[str, Any], seeding: WorkerSeeding | None
+    ) -> bool:
+        """Continue in a loader, and return whether it draws the same as the resumed run."""
+        epoch = self.restart.epoch
+        rank = self._strategy.global_rank
+        position: LoaderPosition = loader.position
+        position.on_progress = partial(report_progress, self._trainer)
+        needs_own_state = position.is_by_rank and state["at"] > 0
+        if needs_own_state and self._saved.random_state_of(rank) is None:
+            return False
+        loader.set_epoch(epoch)
+        with loader.workers_of(epoch, rank=rank, seeding=seeding):
+            return position.continue_epoch(epoch, state, done=self.restart.done)
 
-        Both are for this number of ranks. Batches after the last optimiser step are not
-        done. Loops assume the same number of batches in all epochs. On a different
-        number of ranks, or with another batch size, the number of done batches
-        therefore changes. Loaders that restarted within the epoch are ignored for the
-        remaining batches, because the longest loader, which ends the epoch, is read
-        only once.
+    def _count_batches(self) -> None:
+        """Count the epoch's batches, and those of them that are done.
+
+        Both change with the number of ranks and the batch size. Lightning assumes the
+        same number of batches in all epochs, so those that are not left are done, but
+        not those after the last optimiser step.
         """
         combine = min if mode_of(self._trainer.fit_loop) == "min_size" else max
         whole = combine(length_or_inf(position.loader) for position in self._placed)
         left = combine(
             position.left_after(state["at"])
             for position, state in zip(self._placed, self._states, strict=True)
-            if not state["number"]
+            # A loader that has begun again is shorter, and does not end the epoch.
+            if state["number"] == 0
         )
         if math.inf not in (whole, left):
             accumulated = self._trainer.accumulate_grad_batches
@@ -200,19 +210,31 @@ class ResumedEpoch:
             self.restart = replace(self.restart, done=done)
             self._batches = done + left
 
-    def _repeat_with_other_samples(self, by_rank: Mapping[int, str]) -> None:
-        """Start the epoch again, because some loaders do not draw the same as before.
+    def _repeat_if_impossible(self, different: str | None) -> None:
+        """Start the epoch again if not all ranks can continue in it together. Collective.
 
-        It is called with the name of a loader on each rank that has one.
+        Args:
+            different: the name of a loader of this rank that does not draw the same as
+                the resumed run, if any.
         """
-        names = " and ".join(dict.fromkeys(by_rank.values()))
-        self._repeat(
-            f"{names} on {ranks_in_words(by_rank)} does not yield the samples that it yielded"
-            " before the checkpoint was saved",
-            "derive its order from the epoch that set_epoch() gets, or draw it from a generator"
-            " that is an attribute of the loader, sampler or dataset, and save with"
-            " trainer.save_checkpoint or ModelCheckpoint",
-        )
+        answers = ranks_of(self._strategy).gather((different, self.restart.done))
+        name_by_rank = {rank: name for rank, (name, _) in enumerate(answers) if name is not None}
+        done_by_rank = [done for _, done in answers]
+        if name_by_rank:
+            names = " and ".join(dict.fromkeys(name_by_rank.values()))
+            self._repeat(
+                f"{names} on {ranks_in_words(name_by_rank)} does not yield the samples that it"
+                " yielded before the checkpoint was saved",
+                "derive its order from the epoch that set_epoch() gets, or draw it from a"
+                " generator that is an attribute of the loader, sampler or dataset, and save with"
+                " trainer.save_checkpoint or ModelCheckpoint",
+            )
+        elif len(set(done_by_rank)) > 1:
+            self._repeat(
+                "a sampler gives this number of ranks different numbers of batches:"
+                f" {done_by_rank}",
+                "use a sampler with uneven='pad' or 'drop', or as many ranks as before",
+            )
 
     def _repeat(self, reason: str, remedy: str) -> None:
         """Start the epoch again, as stock Lightning does."""
@@ -225,50 +247,34 @@ class ResumedEpoch:
         for loader in training_loaders_of(self._trainer):
             loader.set_epoch(self.restart.epoch, again=True)
         self.restart = self.restart.from_epoch_start()
-        self.random_state.forget()
+        self._random_state.forget()
 
     # Hooks of the fit loop.
 
     def on_train_start(self, seeding: WorkerSeeding | None) -> None:
-        """Set the counters and the random state with which training continues."""
-        self.place(seeding)
-        self._correct_loops()
-        self.random_state.on_train_start()
-        self._warn_of_frozen_parameters()
+        """Set the counters and the random state with which training continues.
 
-    def _warn_of_frozen_parameters(self) -> None:
-        """Warn if a callback has frozen again what the resumed run trained."""
-        trainer = self._trainer
-        callbacks = [type(callback) for callback in trainer.callbacks]
-        freezing = [each for each in callbacks if issubclass(each, pl.callbacks.BaseFinetuning)]
-        if not freezing:
-            return
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        trained = {parameter for group in groups for parameter in group["params"]}
-        frozen = [
-            name
-            for name, parameter in trainer.lightning_module.named_parameters()
-            if parameter in trained and not parameter.requires_grad
-        ]
-        if frozen:
-            rank_zero_warn(
-                f"{freezing[0].__name__} has frozen {len(frozen)} parameters that the optimisers of"
-                f" the resumed run have, such as {frozen[0]}; call its make_trainable in"
-                " on_train_start"
-            )
+        Collective if the loaders are new. For the argument and errors, see
+        :meth:`_place`.
+        """
+        self.has_started = True
+        self._place(seeding)
+        self._correct_loops()
+        self._random_state.on_train_start()
+        _warn_of_frozen_parameters(self._trainer)
 
     def _correct_loops(self) -> None:
         """Change what the checkpoint's loop state did not yet take into account."""
         fit_loop = self._trainer.fit_loop
-        restart = self.restart
-        if restart.at != self._saved.restart.at:
-            fit_loop.load_state_dict(self._saved.loops_at(restart))
+        is_repeated = self.restart.at != self._saved.restart.at
+        if is_repeated:
+            fit_loop.load_state_dict(self._saved.loops_at(self.restart))
             fit_loop.update_restart_stage()
-        if restart.at == "epoch_start":
+        if self.restart.at == "epoch_start":
             end_restart(fit_loop)
-        if restart.is_within:
+        if self.restart.is_within:
             self._replaced.hide_warning(_OF_MID_EPOCH_RESUME)
-            if restart.done != self._saved.restart.done:
+            if self.restart.done != self._saved.restart.done:
                 self._set_batches_done()
 
     def _set_batches_done(self) -> None:
@@ -290,3 +296,24 @@ class ResumedEpoch:
         """Let the epoch end as usual, if the resume began with a validation."""
         if self.restart.at == "validation" and not self._trainer.sanity_checking:
             end_restart(self._trainer.fit_loop)
+
+
+def _warn_of_frozen_parameters(trainer: Any) -> None:
+    """Warn if a callback has frozen again what the resumed run trained."""
+    callbacks = [type(callback) for callback in trainer.callbacks]
+    freezing = [each for each in callbacks if issubclass(each, pl.callbacks.BaseFinetuning)]
+    if not freezing:
+        return
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    trained = {parameter for group in groups for parameter in group["params"]}
+    frozen = [
+        name
+        for name, parameter in trainer.lightning_module.named_parameters()
+        if parameter in trained and not parameter.requires_grad
+    ]
+    if frozen:
+        rank_zero_warn(
+            f"{freezing[0].__name__} has frozen {len(frozen)} parameters that the optimisers of"
+            f" the resumed run have, such as {frozen[0]}; call its make_trainable in"
+            " on_train_start"
+        )

@@ -83,12 +83,11 @@ class SamplerChoice:
             shuffle: whether the Trainer would shuffle.
             stage: the stage.
         """
-        is_divided = global_order_of(dataloader) is not None
-        if is_divided and stage == RunningStage.PREDICTING:
+        if global_order_of(dataloader) is not None:
+            if stage != RunningStage.PREDICTING:
+                return dataloader
             sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
             return self._read_through(dataloader, sampler, stage)
-        if is_divided:
-            return dataloader
         trainer = self._strategy.current_trainer
         if isinstance(dataloader, DataLoader) and needs_sampler(trainer, dataloader):
             own_sampler = self._sampler_for(dataloader, shuffle, stage)
@@ -113,8 +112,12 @@ class SamplerChoice:
     def _sampler_for(
         self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage
     ) -> GlobalOrderSampler | None:
-        """Return our sampler that replaces Lightning's, or ``None`` to keep that."""
-        if stage in EVALUATED and not self._evaluation.is_exact:
+        """Return our sampler that replaces Lightning's, or ``None`` to keep that.
+
+        Lightning's own comes with a warning that evaluated samples are repeated.
+        """
+        is_evaluated = stage in EVALUATED
+        if is_evaluated and not self._evaluation.is_exact:
             return None
         options = {
             **self._strategy.distributed_sampler_kwargs,
@@ -124,8 +127,7 @@ class SamplerChoice:
         sampler = users_sampler_of(loader)
         if not yields_each_once(sampler, loader.dataset):
             return SharedSampler(sampler, **options)
-        if stage in EVALUATED and not can_count_once(loader):
-            # Lightning's own sampler comes with a warning that samples are repeated.
+        if is_evaluated and not can_count_once(loader):
             return None
         options["shuffle"] = shuffle and not self._strategy.current_trainer.overfit_batches
         kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
@@ -135,13 +137,16 @@ class SamplerChoice:
 def users_sampler_of(loader: DataLoader[Any]) -> Any:
     """Return the sampler whose samples are divided among the ranks.
 
-    It is the one inside the loader's batch sampler if that yields nothing but its
-    samples, or if it draws.
+    It is the one inside the loader's batch sampler if that sampler draws its order, or
+    if torch's own batch sampler groups its samples, whose number is known.
     """
     inner = getattr(loader.batch_sampler, "sampler", None)
-    has_own_samples = not isinstance(inner, DistributedSampler) and length_or_inf(inner) < inf
-    only_groups = type(loader.batch_sampler) is BatchSampler and has_own_samples
-    return inner if only_groups or isinstance(inner, DRAWING) else loader.sampler
+    if isinstance(inner, DRAWING):
+        return inner
+    is_divided = isinstance(inner, DistributedSampler)
+    if type(loader.batch_sampler) is BatchSampler and not is_divided and length_or_inf(inner) < inf:
+        return inner
+    return loader.sampler
 
 
 def _refuse_unknown_arguments(batch_sampler: Any) -> None:

@@ -1,13 +1,24 @@
 """Read from a checkpoint where training continues, and the states of its ranks.
 
 The strategy adds one section to a checkpoint, which is otherwise unchanged, so stock
-``ddp`` can also resume from it.
+``ddp`` can also resume from it. The section has where training continues, and the state
+of each rank there:
+
+=========================  ===========================================================
+``random``                 random states; ``None`` if they cannot be restored
+``loaders``                ``LoaderPosition.state_dict`` of each training loader; empty
+                           between two epochs
+``has_drawn_seeds``        whether the random states of an epoch's start are from after
+                           its iterators drew the seeds of workers
+``has_seeded_validation``  whether workers for validation persist and were seeded
+=========================  ===========================================================
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from lightning_ddp_ext.data.loader_kinds import OrderPosition
@@ -17,6 +28,15 @@ from .loop_state import Restart, Stopped, change_to, find_restart
 
 KEY = "lightning_ddp_ext"
 VERSION = 9
+
+
+class RecordedAt(Enum):
+    """The moment at which the random states in a checkpoint were recorded."""
+
+    BETWEEN_EPOCHS = auto()  # the next epoch's iterators have not drawn workers' seeds
+    EPOCH_START = auto()  # they have
+    AFTER_BATCH = auto()
+    IN_VALIDATION = auto()  # or after the last batch
 
 
 @dataclass(frozen=True)
@@ -58,13 +78,14 @@ class SavedEpoch:
         """Return a rank's random states, or ``None`` if they were not saved."""
         return self._state_of(rank)["random"] if self.ranks else None
 
-    def precedes_seeds(self, rank: int) -> bool:
-        """Whether a rank's random states are from before its epoch's iterators drew seeds.
-
-        Lightning creates iterators after the start hooks of an epoch. Only for a restart
-        at the start of an epoch.
-        """
-        return bool(self.ranks) and not self._state_of(rank)["has_drawn_seeds"]
+    def random_state_recorded_at(self, rank: int) -> RecordedAt:
+        """Return the moment at which a rank's random states were recorded."""
+        if self.restart.at == "batch_end":
+            return RecordedAt.AFTER_BATCH
+        if self.restart.at != "epoch_start":
+            return RecordedAt.IN_VALIDATION
+        has_drawn_seeds = not self.ranks or self._state_of(rank)["has_drawn_seeds"]
+        return RecordedAt.EPOCH_START if has_drawn_seeds else RecordedAt.BETWEEN_EPOCHS
 
     def had_validation_workers(self, rank: int) -> bool:
         """Whether workers for validation persisted and had been seeded."""

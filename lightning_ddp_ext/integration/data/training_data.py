@@ -38,7 +38,7 @@ def training_data_of(trainer: Any, batch: Any, positions: Sequence[LoaderPositio
     """Describe this rank's training data, of which ``batch`` is the first batch."""
     return TrainingData(
         trainer.num_training_batches,
-        _checksums(batch) if _streams(positions) else (),
+        _checksums(batch) if _names_of_streams(positions) else (),
         [position.shared() for position in positions],
     )
 
@@ -118,7 +118,7 @@ def _has_checksum(value: Any) -> bool:
     return value.numel() > 0
 
 
-def _streams(positions: Sequence[LoaderPosition]) -> list[str]:
+def _names_of_streams(positions: Sequence[LoaderPosition]) -> list[str]:
     """Return the names of the loaders that read no indices."""
     return [position.name for position in positions if index_sampler_of(position.loader) is None]
 
@@ -127,14 +127,15 @@ def warn_of_same_batches(
     data_by_rank: Sequence[TrainingData], positions: Sequence[LoaderPosition]
 ) -> None:
     """Warn on rank 0 if ranks have read the same first batch."""
+    names = " and ".join(_names_of_streams(positions)) or "the data"
     checksums_by_rank = dict(enumerate(data.checksums for data in data_by_rank))
     for checksums, ranks in grouped(checksums_by_rank):
         if not checksums or len(ranks) == 1:
             continue
         rank_zero_warn(
-            f"the first training batch is the same on {ranks_in_words(ranks)}:"
-            f" {' and '.join(_streams(positions)) or 'the data'} is probably not split among the"
-            f" ranks, so each sample is trained on {len(ranks)} times per epoch; in __iter__, yield"
-            " only the samples of this rank (call torch.distributed.get_rank() in the main process)"
-            " and of this worker (call torch.utils.data.get_worker_info())"
+            f"the first training batch is the same on {ranks_in_words(ranks)}: {names} is probably"
+            f" not split among the ranks, so each sample is trained on {len(ranks)} times per"
+            " epoch; in __iter__, yield only the samples of this rank (call"
+            " torch.distributed.get_rank() in the main process) and of this worker (call"
+            " torch.utils.data.get_worker_info())"
         )

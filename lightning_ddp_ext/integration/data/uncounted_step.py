@@ -146,15 +146,14 @@ def _restore_result(result: Any, earlier: dict[str, Any] | None) -> None:
 
     ``earlier`` is ``None`` if the epoch had no value yet.
     """
-    is_metric = not result.is_tensor
-    is_reduced = result.meta.sync.should and not result.meta.sync.rank_zero_only
-    if is_metric:
+    if not result.is_tensor:
         result._forward_cache = earlier["_forward_cache"] if earlier else None
-    elif not is_reduced:
+        return
+    is_reduced = result.meta.sync.should and not result.meta.sync.rank_zero_only
+    if not is_reduced:
         return  # user code may have reduced it
-    else:
-        of_step = dict(vars(result))
-        vars(result).update(earlier or result._defaults)
-        for name in result._defaults:  # copied, so that none of them is changed in place
-            setattr(result, name, getattr(result, name).to(of_step[name], copy=True))
-        result._forward_cache = of_step["_forward_cache"]  # reduced over the ranks that count
+    of_step = dict(vars(result))
+    vars(result).update(earlier or result._defaults)
+    for name in result._defaults:  # copied, so that none of them is changed in place
+        setattr(result, name, getattr(result, name).to(of_step[name], copy=True))
+    result._forward_cache = of_step["_forward_cache"]  # reduced over the ranks that count
