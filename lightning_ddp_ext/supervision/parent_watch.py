@@ -1,4 +1,4 @@
-"""Mark the ranks that this package starts, and end them soon after their launcher exits.
+"""Mark the ranks that this package starts, and end them soon after their launcher.
 
 The launcher passes its process id to each rank in a variable. A program that a rank
 starts inherits the rank's variables, although it is not that rank. So the rank adds its
@@ -74,7 +74,10 @@ def has_set_rank_variables() -> bool:
 
 
 def _has_inherited_rank_variables() -> bool:
-    """Whether a rank has started this program; its children of multiprocessing do not count."""
+    """Whether a rank has started this program.
+
+    The rank's children of multiprocessing do not count.
+    """
     is_program = multiprocessing.parent_process() is None
     return is_program and _RANK_PID in os.environ and not has_set_rank_variables()
 
@@ -92,16 +95,10 @@ def watch_launcher(pid: int) -> None:
     """
     if pid > 1 and pid not in _watched:
         _watched.add(pid)
-        _refuse_parent_death_signal()
+        # Undo torch's request for SIGINT at the parent's death: one signal may arrive
+        # for each thread, and two prevent a save.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
         start_thread("ddpx-launcher", _exit_after, pid)
-
-
-def _refuse_parent_death_signal() -> None:
-    """Undo torch's request for SIGINT at the parent's death.
-
-    One signal may arrive for each thread, and two prevent a save.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def _exit_after(pid: int) -> None:

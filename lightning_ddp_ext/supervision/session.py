@@ -1,4 +1,4 @@
-"""Build and find the session: the parts of supervision that use one set of connections."""
+"""Build and find the session, which supervises the ranks of one set of connections."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class _Listener:
                     self._on_signal(signum)
 
     def reinstate_earlier_descriptor(self) -> None:
-        """Have Python write to the earlier descriptor again, unless ours was replaced."""
+        """Have Python write to the earlier descriptor, unless ours was replaced."""
         current = signal.set_wakeup_fd(self._earlier_descriptor)
         if current != self._writer.fileno():
             signal.set_wakeup_fd(current)

@@ -223,7 +223,7 @@ class Survey:
     def _collect(
         self, ranks: Collection[int], seconds: float, function: str, *arguments: Any
     ) -> dict[int, Any]:
-        """Call a function of the ranks; return the replies that arrive in ``seconds``."""
+        """Call a function of the ranks; return the replies within ``seconds``."""
         replies = self._remote.call(ranks, function, *arguments)
         self._peers.wait_for(lambda: len(replies) == len(ranks), seconds)
         with self._peers.arrived:

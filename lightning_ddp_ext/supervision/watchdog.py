@@ -1,4 +1,4 @@
-"""Detect that this rank makes no progress, and write the reports of all ranks to a file.
+"""Detect that this rank makes no progress, and write reports of all ranks to a file.
 
 The main thread records progress, and a second thread requests a survey once none was
 recorded for the timeout. It thus notices any wait, for other ranks or in this rank's own

@@ -320,7 +320,7 @@ def save_slowly(rank: int) -> Run:
 
 
 def fit_and_announce_surveys(rank: int, world_size: int, directory: Path, setting: Setting) -> None:
-    """Train; a rank that waits has the ranks compared again and again, and announces it."""
+    """Train; a rank that waits has the ranks compared repeatedly, and announces it."""
     first = training.At("setup", announce_surveys)
     fit(rank, world_size, directory, setting, seconds=0.2, first_callbacks=[first])
 

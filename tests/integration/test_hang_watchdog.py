@@ -294,7 +294,7 @@ def test_a_rank_that_waits_in_a_barrier_is_reported_there(tmp_path: Path) -> Non
 
 
 class StuckBeforeFinalBarrier(Quick):
-    """After the last step, rank 1 blocks, and the other ranks wait in the final barrier.
+    """After the last step, rank 1 blocks, and the others wait in the final barrier.
 
     There, they ask every second whether all ranks still reply.
     """
