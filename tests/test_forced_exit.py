@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -44,13 +45,14 @@ def test_a_forced_exit_prints_its_message(message: str, printed: str) -> None:
 @pytest.mark.unit
 def test_a_countdown_whose_exit_is_not_needed_can_be_started_again() -> None:
     """The process continues, and a second countdown also asks whether to exit."""
-    answers = [False, False]
+    is_needed = Mock(return_value=False)
     countdown = ForcedExit("unneeded")
-    while answers:
-        countdown.start(0.0, 1, str, is_needed=answers.pop)
+    for _ in range(2):
+        countdown.start(0.0, 1, str, is_needed=is_needed)
         for thread in threading.enumerate():
             if thread.name == "unneeded":
                 thread.join()
+    assert is_needed.call_count == 2
 
 
 @pytest.mark.unit

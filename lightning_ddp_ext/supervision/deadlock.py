@@ -139,11 +139,8 @@ def _differ(one: Collective, other: Collective) -> bool:
 def _circle_in(reports: Sequence[Report]) -> Deadlock | None:
     """Return the ranks that wait for each other, or for a rank that has left the run."""
     stuck = [report for report in reports if report.is_blocked or not report.is_in_run]
-    while True:
-        # A rank that turns out not to be stuck may let those continue that wait for it.
-        certain = [report for report in stuck if _is_in_circle(report, stuck)]
-        if len(certain) == len(stuck):
-            break
+    # A rank that turns out not to be stuck may let those continue that wait for it.
+    while (certain := [report for report in stuck if _is_in_circle(report, stuck)]) != stuck:
         stuck = certain
     if not stuck:
         return None

@@ -1,4 +1,19 @@
-"""Find the rank that others wait for, from the reports of all ranks."""
+"""Find the rank that others wait for, from the reports of all ranks.
+
+For a watchdog, ``Findings.stuck_rank`` applies the first of these rules that fits:
+
+=====================================================  ================================
+Findings                                               Result
+=====================================================  ================================
+every rank makes progress                              none
+a rank does not reply, and no other one moved lately   the rank that does not reply
+some ranks make progress, and the others wait          none, as those should arrive
+ranks wait in a collective that another never entered  a rank that never entered it
+ranks entered different collectives                    one in the rarest of these
+other                                                  the rank with the longest wait,
+                                                       if possible in its own code
+=====================================================  ================================
+"""
 
 from __future__ import annotations
 
@@ -32,7 +47,7 @@ class Findings:
     def silent_rank(self, wait: str) -> PeerEvent | None:
         """Return the event of a rank that did not reply, if any.
 
-        ``wait`` says for the message how long which rank has waited.
+        ``wait`` is the part of the message about the rank that has waited.
         """
         if not self.silences:
             return None
@@ -41,7 +56,8 @@ class Findings:
     def rank_outside_collective(self, wait: str) -> PeerEvent | None:
         """Return the event of a rank that others wait for in a collective, if any.
 
-        ``wait`` says for the message how long which rank has waited.
+        It entered another collective, or is not waiting while others time out. ``wait``
+        is the part of the message about the rank that has waited.
         """
         mismatch = mismatch_in(self.reports)
         if mismatch is not None:
@@ -58,9 +74,9 @@ class Findings:
 
     @property
     def stuck_rank(self) -> PeerEvent | None:
-        """The event of the rank that ranks without progress are waiting for.
+        """The event of the rank that ranks without progress wait for; see the module.
 
-        ``None`` if it, or every rank, is making progress.
+        ``None`` if that rank, or every rank, makes progress.
         """
         stalled = [report for report in self.reports if report.makes_no_progress]
         moving = [report for report in self.reports if not report.makes_no_progress]
@@ -72,14 +88,14 @@ class Findings:
         if self.silences and all(report.idle > half_wait for report in moving):
             return event_of("hung", self.silences[0].who, self._silent)
         if moving and all(report.waits for report in stalled):
-            return None  # those that move are expected to arrive
-        return (
-            _absent_from_collective(self.reports) or self._hung_in_mismatch() or _slowest(stalled)
-        )
-
-    def _hung_in_mismatch(self) -> PeerEvent | None:
+            return None
+        absent = _absent_from_collective(self.reports)
+        if absent is not None:
+            return absent
         mismatch = mismatch_in(self.reports)
-        return None if mismatch is None else replace(mismatch.event, kind="hung")
+        if mismatch is not None:
+            return replace(mismatch.event, kind="hung")
+        return _slowest(stalled)
 
     @property
     def _silent(self) -> str:
@@ -134,9 +150,10 @@ def _absent(
 
 
 def _slowest(stalled: Sequence[Report]) -> PeerEvent:
-    """Return the event of the rank that the others are assumed to wait for.
+    """Return the event of the rank with the longest wait.
 
-    It is a rank that is not waiting itself, if possible.
+    Ranks that have left the watched code do not count, nor do ranks that wait for
+    others, unless there is no other rank.
     """
     inside = [report for report in stalled if not report.is_outside] or list(stalled)
     culprits = [report for report in inside if not report.waits] or inside

@@ -21,8 +21,7 @@ from lightning_ddp_ext.supervision.failure import explain
 from lightning_ddp_ext.supervision.session import current_session
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-_hook_behind: Hook = sys.__excepthook__  # the hook that ours replaced and calls
-_is_installed = False
+_hook_behind: Hook | None = None  # the hook that ours replaced and calls, once installed
 
 
 def install_excepthook() -> None:
@@ -32,10 +31,9 @@ def install_excepthook() -> None:
     output, and ours moves in front of it. A hook that the user has put in front of ours
     since the first call stays there.
     """
-    global _hook_behind, _is_installed
+    global _hook_behind
     hook = sys.excepthook
-    if not _is_installed:
-        _is_installed = True
+    if _hook_behind is None:
         _hook_behind = hook
         sys.excepthook = _excepthook
     elif getattr(hook, "__module__", "") == dist.distributed_c10d.__name__ and _calls_ours(hook):
@@ -51,6 +49,7 @@ def _calls_ours(hook: Hook) -> bool:
 def _excepthook(
     kind: type[BaseException], exception: BaseException, trace: TracebackType | None
 ) -> None:
+    assert _hook_behind is not None
     session = current_session()
     if session is None or isinstance(exception, RendezvousError):
         _hook_behind(kind, exception, trace)

@@ -54,13 +54,17 @@ def supervised(
     Every rank runs its part of a job through this function. A rank's own exception is
     raised unchanged; it is also announced, unless every rank raises one. An exception
     that only follows from another rank's exit is replaced by an error that names that
-    rank. ``harmless`` exceptions, which all ranks raise as a signal to their caller,
-    pass unchanged. ``rescue`` is called with an exception that another rank caused,
-    before this rank's groups are closed. ``is_joint`` is false for a job of this rank
-    alone.
+    rank.
 
-    After an exception the process must exit in time, unless the call with the frame
-    ``handler`` returns first.
+    Args:
+        function: called with the further arguments.
+        harmless: exceptions that all ranks raise as a signal to their caller; they pass
+            unchanged.
+        handler: the frame of a call that handles the exception; unless it returns in
+            time, the process exits.
+        rescue: called with an exception that another rank caused, before this rank's
+            groups are closed.
+        is_joint: false for a job of this rank alone.
 
     Raises:
         RankFailedError: another rank failed, died or left.

@@ -39,7 +39,7 @@ _PURPOSES = {
     "/torch/autograd/": "backward",
 }
 
-_Entry = Mapping[str, Any]  # of a recorder
+_Entry = Mapping[str, Any]  # of a collective, send or receive, in a recorder's contents
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,8 @@ class _GroupEntries:
         self.collectives[int(entry["collective_seq_id"])] = entry
 
 
-def progress_in(trace: _Entry, members: Mapping[str, list[int]]) -> list[GroupProgress]:
-    """Return the progress in each group from a trace, whose entries are in order.
+def progress_in(trace: Mapping[str, Any], members: Mapping[str, list[int]]) -> list[GroupProgress]:
+    """Return the progress in each group from a recorder's contents.
 
     >>> entry = {"process_group": ["0", "default_pg"], "profiling_name": "gloo:all_reduce"}
     >>> entry |= {"input_sizes": [[4]], "state": "scheduled"}

@@ -200,7 +200,7 @@ class GracefulStop:
                 request; it may be a subclass.
         """
         self._position = StopPoint(self._position.point + 1)
-        return None if self._state is _State.RUNNING else self._take_request_if_due()
+        return self._take_request() if self._is_due() else None
 
     def at_step(
         self, count_steps: Callable[[], int], may_stop: Callable[[], bool]
@@ -220,11 +220,12 @@ class GracefulStop:
         if step == 0:
             evaluation_steps = count_steps()
         self._position = StopPoint(point, step + 1, evaluation_steps)
-        if self._state is _State.RUNNING or not self._is_due():
+        if not self._is_due():
             return None
-        if not may_stop():
-            self._target = StopPoint(point + 1)  # so nothing is due here
-        return self._take_request_if_due()
+        if may_stop():
+            return self._take_request()
+        self._target = StopPoint(point + 1)
+        return None
 
     def at_last_point(self) -> StopRequest | None:
         """Return the request if all ranks stop at their last stop point. Collective.
@@ -246,16 +247,16 @@ class GracefulStop:
         Raises:
             RankFailedError: a rank died or failed meanwhile; it may be a subclass.
         """
+        if self._state is _State.RUNNING:
+            return False
         with self._peers.arrived:
             self._peers.wait_for(lambda: self._state is not _State.PAUSING)
             self._peers.check()
             return self._state is _State.AGREED and self._position >= self._target
 
-    def _take_request_if_due(self) -> StopRequest | None:
-        """Return the request, and forget it, if the ranks stop here."""
+    def _take_request(self) -> StopRequest | None:
+        """Return the request, and forget it."""
         with self._peers.arrived:
-            if not self._is_due():
-                return None
             request = self._request
             self.is_active = False
             self._reset()

@@ -1,4 +1,9 @@
-"""Exit soon after the process that launched this rank exits."""
+"""Mark the ranks that this package starts, and end them soon after their launcher.
+
+The launcher passes its process id to each rank in a variable. A program that a rank
+starts inherits the rank's variables, although it is not that rank. So the rank adds its
+own process id to them, which the program then finds to be another one.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +21,17 @@ from lightning_ddp_ext.threads import start_thread
 
 # The variable with the id of the launcher, for ranks that this package starts.
 LAUNCHER_PID = "DDPX_LAUNCHER_PID"
-# The variables that a rank has from its launcher, except for RANK.
-_OF_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# The variable with the id of the rank for which those above were set; a program that
-# inherits them has another id.
+# The variable with the id of the rank for which the others were set.
 _RANK_PID = "DDPX_RANK_PID"
-RANK_VARIABLES = (*_OF_LIGHTNING, _RANK_PID)
+# The variables that a rank has from its launcher, except for RANK.
+RANK_VARIABLES = (
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    _RANK_PID,
+)
 # The variable with the file of rank 0's address, if this package chose the file.
 PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
@@ -34,6 +44,47 @@ _PR_SET_PDEATHSIG = 1  # from prctl.h
 _watched: set[int] = set()
 
 
+def watch_own_launcher() -> None:
+    """Exit soon after the process that started this rank exits; called at the import.
+
+    In a program that a rank has started, remove the rank's variables instead: it may
+    start ranks itself. Do nothing in other processes.
+    """
+    launcher = os.environ.pop(LAUNCHER_PID, None)  # meant for this process, not for its children
+    if launcher is not None:
+        set_rank_variables(os.environ["LOCAL_RANK"])
+        watch_launcher(int(launcher))
+    elif _has_inherited_rank_variables():
+        for name in (PRIVATE_FILE, *RANK_VARIABLES):
+            os.environ.pop(name, None)
+
+
+# The variables.
+
+
+def set_rank_variables(local_rank: str) -> None:
+    """Set this process's local rank, and mark the rank's variables as its own."""
+    os.environ["LOCAL_RANK"] = local_rank
+    os.environ[_RANK_PID] = str(os.getpid())
+
+
+def has_set_rank_variables() -> bool:
+    """Whether the rank's variables are from :func:`set_rank_variables` in this process."""
+    return os.environ.get(_RANK_PID) == str(os.getpid())
+
+
+def _has_inherited_rank_variables() -> bool:
+    """Whether a rank has started this program.
+
+    The rank's children of multiprocessing do not count.
+    """
+    is_program = multiprocessing.parent_process() is None
+    return is_program and _RANK_PID in os.environ and not has_set_rank_variables()
+
+
+# The launcher's exit.
+
+
 def watch_launcher(pid: int) -> None:
     """Exit some seconds after process ``pid`` exits.
 
@@ -44,48 +95,19 @@ def watch_launcher(pid: int) -> None:
     """
     if pid > 1 and pid not in _watched:
         _watched.add(pid)
-        _refuse_parent_death_signal()
+        # Undo torch's request for SIGINT at the parent's death: one signal may arrive
+        # for each thread, and two prevent a save.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
         start_thread("ddpx-launcher", _exit_after, pid)
 
 
-def _refuse_parent_death_signal() -> None:
-    """Undo torch's request for SIGINT at the parent's death.
-
-    One signal may arrive for each thread, and two prevent a save.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
-
-
-def watch_own_launcher() -> None:
-    """Exit soon after the process that started this rank exits.
-
-    Do nothing if the environment does not name that process.
-
-    A program that a rank has started is not that rank, and may start ranks itself, so
-    this function removes the rank's variables there.
-    """
-    launcher = os.environ.pop(LAUNCHER_PID, None)  # meant for this process, not for its children
-    rank = os.environ.get(_RANK_PID)
-    if launcher is not None:
-        set_rank_variables(os.environ["LOCAL_RANK"])
-        watch_launcher(int(launcher))
-    elif rank not in (None, str(os.getpid())) and multiprocessing.parent_process() is None:
-        for name in (PRIVATE_FILE, *RANK_VARIABLES):
-            os.environ.pop(name, None)
-
-
-def set_rank_variables(local_rank: str) -> None:
-    """Set this process's local rank.
-
-    Record also this process's id, since programs that it starts inherit the variables.
-    """
-    os.environ["LOCAL_RANK"] = local_rank
-    os.environ[_RANK_PID] = str(os.getpid())
-
-
-def has_set_rank_variables() -> bool:
-    """Whether the rank's variables are from :func:`set_rank_variables` in this process."""
-    return os.environ.get(_RANK_PID) == str(os.getpid())
+def _exit_after(pid: int) -> None:
+    _wait_for_exit(pid)
+    with suppress(KeyError, OSError):  # a killed rank 0 leaves the file behind
+        os.unlink(os.environ[PRIVATE_FILE])
+    reason = partial(_reason_to_exit, pid)
+    # In this thread, since no other may start at interpreter shutdown.
+    count_down(GRACE, 1, reason, cancelled=threading.Event(), seconds_after_saves=GRACE)
 
 
 def _wait_for_exit(pid: int) -> None:
@@ -104,15 +126,6 @@ def _wait_for_exit(pid: int) -> None:
         launcher = psutil.Process(pid)
         while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
             time.sleep(_LOOK_EVERY)
-
-
-def _exit_after(pid: int) -> None:
-    _wait_for_exit(pid)
-    with suppress(KeyError, OSError):  # a killed rank 0 leaves the file behind
-        os.unlink(os.environ[PRIVATE_FILE])
-    reason = partial(_reason_to_exit, pid)
-    # In this thread, since no other may start at interpreter shutdown.
-    count_down(GRACE, 1, reason, cancelled=threading.Event(), seconds_after_saves=GRACE)
 
 
 def _reason_to_exit(pid: int) -> str:

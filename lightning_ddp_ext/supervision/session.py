@@ -1,4 +1,4 @@
-"""Build and find the session, which answers other ranks' messages."""
+"""Build and find the session, which supervises the ranks of one set of connections."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from lightning_ddp_ext.supervision.survey import Survey
 
 
 class Session:
-    """This rank's part in what the connected ranks do together.
+    """This rank's part in surveys, stops and common exceptions, and a watch for waits.
 
-    It lasts as long as its context. Messages that arrive before it is built are kept
-    for it.
+    A session is built when the ranks have connected, and lasts until they disconnect.
+    Messages of other ranks that arrive earlier are kept for it.
 
     Attributes:
         context: the connections and process groups.
-        survey: reports from all ranks.
-        stops: stopping together after a signal.
-        exceptions: exceptions that every rank raises.
+        survey: collects reports from all ranks.
+        stops: stops all ranks together after a signal.
+        exceptions: determines whether every rank raises.
     """
 
     def __init__(self, context: ProcessContext) -> None:
@@ -34,9 +34,10 @@ class Session:
 
 
 def start_session(request: Request) -> Session | None:
-    """Connect the ranks with :func:`join`, and return the session of the connections.
+    """Connect the ranks with :func:`join`, and return the session of their connections.
 
-    Collective.
+    Connections that are used again keep their session. Collective: every rank must call
+    it. Return ``None`` if other code opened the process group.
     """
     context = join(request)
     if context is not None and context.session is None:

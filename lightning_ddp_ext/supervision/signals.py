@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -53,9 +53,7 @@ class StopSignals:
         self._run_has_ended = run_has_ended
         self._earlier_handlers: dict[int, Any] = {}
         self._is_interrupted = False
-        self._writer: socket.socket | None = None
-        self._listener: threading.Thread | None = None
-        self._earlier_wakeup_fd = -1
+        self._listener: _Listener | None = None  # while the handlers are installed
 
     def install(self, *signals: signal.Signals) -> None:
         """Install handlers for these signals, except for ignored ones.
@@ -67,28 +65,13 @@ class StopSignals:
         self._is_interrupted = False
         if threading.current_thread() is not threading.main_thread():
             return
-        reader = self._open_wakeup_fd()
-        for signum in signals:
-            if signal.getsignal(signum) is not signal.SIG_IGN:
-                earlier = signal.signal(signum, self._handle)
-                is_deferral = isinstance(earlier, DeferredSigterm)
-                self._earlier_handlers[signum] = signal.SIG_DFL if is_deferral else earlier
-        handled = frozenset(self._earlier_handlers)
-        self._listener = threading.Thread(
-            target=self._listen, args=[reader, handled], name="ddpx-signals", daemon=True
-        )
-        self._listener.start()
+        handled = {each for each in signals if signal.getsignal(each) is not signal.SIG_IGN}
+        self._listener = _Listener(handled, self._on_signal)
+        for signum in handled:
+            earlier = signal.signal(signum, self._handle)
+            is_deferral = isinstance(earlier, DeferredSigterm)
+            self._earlier_handlers[signum] = signal.SIG_DFL if is_deferral else earlier
         _installed.add(self)
-
-    def _open_wakeup_fd(self) -> socket.socket:
-        """Have Python's C handler write to a socket, and return the end to read."""
-        reader, self._writer = socket.socketpair()
-        reader.setblocking(True)  # regardless of socket.setdefaulttimeout
-        self._writer.setblocking(False)
-        self._earlier_wakeup_fd = signal.set_wakeup_fd(
-            self._writer.fileno(), warn_on_full_buffer=False
-        )
-        return reader
 
     def restore(self, *, defers_sigterm: bool = False) -> None:
         """Reinstate the earlier handlers, except where ours has been replaced since.
@@ -97,23 +80,19 @@ class StopSignals:
         it had no handler: launchers send it to the other ranks as soon as one rank dies
         or fails, before they can print the cause.
         """
-        writer = self._writer
         listener = self._listener
-        if writer is None or listener is None:
+        if listener is None:
             return
         # Before our handler is removed, so that SIGTERM never ends this process early.
         if defers_sigterm and self._earlier_handlers.get(signal.SIGTERM) is signal.SIG_DFL:
             self._earlier_handlers[signal.SIGTERM] = DeferredSigterm()
-        self._reinstate(writer)
-        writer.shutdown(socket.SHUT_RDWR)  # also works if a forked child has a copy
-        writer.close()
-        listener.join()
+        self._reinstate(listener)
+        listener.stop()
 
-    def _reinstate(self, writer: socket.socket) -> None:
+    def _reinstate(self, listener: _Listener) -> None:
         _installed.discard(self)
         self._reinstate_handlers()
-        self._reinstate_wakeup_fd(writer)
-        self._writer = None
+        listener.reinstate_earlier_descriptor()
         self._listener = None
 
     def _reinstate_handlers(self) -> None:
@@ -124,20 +103,6 @@ class StopSignals:
             is_unchanged = signal.getsignal(signum) in (self._handle, signal.SIG_IGN)
             if is_unchanged and earlier is not None:
                 signal.signal(signum, earlier)
-
-    def _reinstate_wakeup_fd(self, writer: socket.socket) -> None:
-        current = signal.set_wakeup_fd(self._earlier_wakeup_fd)
-        if current != writer.fileno():  # other code has replaced ours
-            signal.set_wakeup_fd(current)
-
-    def _listen(self, reader: socket.socket, handled: frozenset[int]) -> None:
-        with reader:
-            while numbers := reader.recv(64):
-                if self._earlier_wakeup_fd >= 0:
-                    with suppress(OSError):
-                        os.write(self._earlier_wakeup_fd, numbers)
-                for signum in handled.intersection(numbers):
-                    self._on_signal(signum)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         earlier = self._earlier_handlers.get(signum)
@@ -155,6 +120,53 @@ class StopSignals:
         if callable(earlier) and earlier is not signal.default_int_handler:
             self.has_passed_on = True
             earlier(signum, frame)
+
+
+class _Listener:
+    """A thread that calls ``on_signal`` with the number of each signal that arrives.
+
+    Must be made in the main thread.
+
+    Args:
+        signals: the signals that count.
+        on_signal: called in the thread.
+    """
+
+    def __init__(self, signals: Collection[int], on_signal: Callable[[int], None]) -> None:
+        self._signals = frozenset(signals)
+        self._on_signal = on_signal
+        reader, self._writer = socket.socketpair()
+        reader.setblocking(True)  # regardless of socket.setdefaulttimeout
+        self._writer.setblocking(False)
+        # Python's C handler writes to this descriptor from now on.
+        self._earlier_descriptor = signal.set_wakeup_fd(
+            self._writer.fileno(), warn_on_full_buffer=False
+        )
+        self._thread = threading.Thread(
+            target=self._listen, args=[reader], name="ddpx-signals", daemon=True
+        )
+        self._thread.start()
+
+    def _listen(self, reader: socket.socket) -> None:
+        with reader:
+            while numbers := reader.recv(64):
+                if self._earlier_descriptor >= 0:
+                    with suppress(OSError):
+                        os.write(self._earlier_descriptor, numbers)
+                for signum in self._signals.intersection(numbers):
+                    self._on_signal(signum)
+
+    def reinstate_earlier_descriptor(self) -> None:
+        """Have Python write to the earlier descriptor, unless ours was replaced."""
+        current = signal.set_wakeup_fd(self._earlier_descriptor)
+        if current != self._writer.fileno():
+            signal.set_wakeup_fd(current)
+
+    def stop(self) -> None:
+        """End the thread, after it has handled what has arrived."""
+        self._writer.shutdown(socket.SHUT_RDWR)  # also works if a forked child has a copy
+        self._writer.close()
+        self._thread.join()
 
 
 class DeferredSigterm:
@@ -191,8 +203,8 @@ def _drop_in_child() -> None:
     Signals to it are not meant for its parent.
     """
     for signals in list(_installed):
-        if signals._writer is not None:
-            signals._reinstate(signals._writer)
+        if signals._listener is not None:
+            signals._reinstate(signals._listener)
     if isinstance(signal.getsignal(signal.SIGTERM), DeferredSigterm):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

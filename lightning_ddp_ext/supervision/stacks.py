@@ -25,7 +25,7 @@ _LIBRARIES = {
     "torch",
     "torchmetrics",
 }
-_BETWEEN = sys.stdlib_module_names | _LIBRARIES
+_NOT_USERS = sys.stdlib_module_names | _LIBRARIES
 # A report must fit into one message, and into the socket buffer of a rank that has
 # stopped reading.
 _LONGEST = 1 << 15
@@ -79,7 +79,7 @@ def call_site_of(frame: FrameType | None) -> str:
 
 def is_users(frame: FrameType) -> bool:
     """Whether a frame belongs to the user's code."""
-    return str(frame.f_globals.get("__name__")).partition(".")[0] not in _BETWEEN
+    return str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_USERS
 
 
 def call_site_in(lines: Iterable[tuple[str, int]]) -> str:

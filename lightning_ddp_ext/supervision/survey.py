@@ -31,6 +31,7 @@ Kind            Requested                             Rank 0 reports
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from typing import Any, Literal
@@ -59,12 +60,15 @@ class Survey:
 
     Attributes:
         reporter: describes this rank.
+        hang_reported_at: the ``time.monotonic()`` at which this rank last replied to a
+            watchdog's survey.
         publish: called with the event and the findings of a watchdog's survey, on the
             rank that collected them; returns whether all ranks stop.
     """
 
     def __init__(self, context: ProcessContext) -> None:
         self.reporter = Reporter(context)
+        self.hang_reported_at = 0.0
         self.publish: Callable[[PeerEvent, Findings], bool] = lambda event, findings: True
         self._peers = context.peers
         self._groups = context.groups
@@ -80,8 +84,7 @@ class Survey:
             start=self._start,
             finish=self._finished.add,
             may_be_in_deadlock=self.reporter.may_be_in_deadlock,
-            report_calls=lambda: asdict(self.reporter.report_calls()),
-            report_all=lambda: asdict(self.reporter.report_all()),
+            report=self._report,
         )
 
     # For any thread except the channel's; most of these calls take several seconds.
@@ -154,6 +157,14 @@ class Survey:
         if event is not None and (kind != "hang" or self.publish(event, findings)):
             self._peers.report(event)
 
+    def _report(self, kind: Kind) -> dict[str, Any]:
+        """Reply to rank 0 with the report that this kind of survey needs."""
+        if kind == "deadlock":
+            return asdict(self.reporter.report_calls())
+        if kind == "hang":
+            self.hang_reported_at = time.monotonic()
+        return asdict(self.reporter.report_all())
+
     # On rank 0.
 
     def _start(self, kind: Kind, wait: str) -> bool:
@@ -175,45 +186,45 @@ class Survey:
 
     def _report_deadlock(self) -> None:
         seconds = min(_SECONDS_TO_CHOOSE, self._seconds)
-        replies = self._collect("may_be_in_deadlock", self._peers.everyone, seconds)
+        replies = self._collect(self._peers.everyone, seconds, "may_be_in_deadlock")
         # Ranks that work are not disturbed: CUDA may refuse what a report needs while it
         # captures a graph.
         ranks = [rank for rank, may_be_in_deadlock in replies.items() if may_be_in_deadlock]
         if len(ranks) < 2:
             return
-        deadlock = deadlock_in(self._findings("report_calls", ranks).reports)
+        deadlock = deadlock_in(self._findings("deadlock", ranks).reports)
         if deadlock is not None:
             self._confirm(deadlock, ranks)
 
     def _confirm(self, deadlock: Deadlock, ranks: Collection[int]) -> None:
         """Report a deadlock if a second request finds it unchanged."""
         self._peers.wait(min(_SECOND_REQUEST_AFTER, self._peers.timeouts.deadlock / 2))
-        later = deadlock_in(self._findings("report_calls", ranks).reports)
+        later = deadlock_in(self._findings("deadlock", ranks).reports)
         if self._peers.cause is None and deadlock.persists_in(later):
             self._peers.report(deadlock.event)
 
     def _report_findings(self, kind: Kind, wait: str) -> None:
-        findings = self._findings("report_all", self._peers.everyone)
+        findings = self._findings(kind, self._peers.everyone)
         if kind == "collective" and not findings.silences and findings.elsewhere:
             self._peers.wait(_SECOND_REQUEST_AFTER)
-            findings = self._findings("report_all", self._peers.everyone)
+            findings = self._findings(kind, self._peers.everyone)
         if self._peers.cause_or_departure is None:
             self._conclude(kind, wait, findings)
 
-    def _findings(
-        self, function: Literal["report_calls", "report_all"], ranks: Collection[int]
-    ) -> Findings:
-        """Request a report from each of the ranks, by a method of their ``Reporter``."""
-        replies = self._collect(function, ranks, self._seconds)
+    def _findings(self, kind: Kind, ranks: Collection[int]) -> Findings:
+        """Request a report from each of the ranks."""
+        replies = self._collect(ranks, self._seconds, "report", kind)
         silent = [self._peers.table[rank] for rank in ranks if rank not in replies]
         return Findings(
             [Report.from_dict(replies[rank]) for rank in sorted(replies)],
             [Silence(who, self._seconds) for who in silent],
         )
 
-    def _collect(self, function: str, ranks: Collection[int], seconds: float) -> dict[int, Any]:
-        """Return the replies of the ranks that answer within ``seconds``."""
-        replies = self._remote.call(ranks, function)
+    def _collect(
+        self, ranks: Collection[int], seconds: float, function: str, *arguments: Any
+    ) -> dict[int, Any]:
+        """Call a function of the ranks; return the replies within ``seconds``."""
+        replies = self._remote.call(ranks, function, *arguments)
         self._peers.wait_for(lambda: len(replies) == len(ranks), seconds)
         with self._peers.arrived:
             return dict(replies)

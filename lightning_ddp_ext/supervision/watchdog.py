@@ -1,6 +1,8 @@
-"""Detect that this rank makes no progress, and write a report of all ranks to a file.
+"""Detect that this rank makes no progress, and write reports of all ranks to a file.
 
-This also detects a rank that is stuck in its own code.
+The main thread records progress, and a second thread requests a survey once none was
+recorded for the timeout. It thus notices any wait, for other ranks or in this rank's own
+code.
 """
 
 from __future__ import annotations
@@ -25,19 +27,18 @@ from lightning_ddp_ext.threads import start_thread
 
 OnHang = Literal["abort", "continue"]
 
-# Seconds; if the thread wakes up later than this, its process was stopped.
-_OVERSLEPT = 1.0
+_OVERSLEPT = 1.0  # seconds; a thread that wakes up later was stopped with its process
 _TO_WRITE = 2.0  # seconds
 
 
 class Watchdog:
-    """A thread that sleeps until this rank makes no progress for ``timeout`` seconds.
+    """A thread that makes a diagnosis after ``timeout`` seconds without progress.
 
     Args:
         who: this process.
         survey: requests reports from the other ranks; if ``None``, this rank only
             reports on itself.
-        timeout: the timeout in seconds.
+        timeout: the timeout in seconds; it starts again after each diagnosis.
         on_hang: whether all ranks stop after a diagnosis.
         directory: the directory in which diagnoses are written.
         describe: returns the main thread's activity and progress, given its innermost
@@ -65,8 +66,8 @@ class Watchdog:
         self._on_hang = on_hang
         self._directory = directory
         self._describe = describe
-        self._reported_at = self.moved_at
-        self._is_stopping = threading.Event()
+        self._woke_up_at = self.moved_at  # when the timeout last expired
+        self._has_stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ddpx-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -78,26 +79,29 @@ class Watchdog:
 
     def stop(self) -> None:
         """Stop watching; surveys then report that this rank has left the watched code."""
-        self._is_stopping.set()
+        self._has_stopped.set()
         self.moved_at = time.monotonic()
         self._describe = lambda frame: ("code after the Trainer's run", "")
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=1.0)
 
     def _watch(self) -> None:
-        while not self._is_stopping.wait(self._seconds_left()):
+        while not self._has_stopped.wait(self._seconds_left()):
             late = -self._seconds_left()
-            if late > _OVERSLEPT:
-                # The process was stopped and continued, so it gets another timeout.
-                self._reported_at = time.monotonic()
-            elif late >= 0:
+            if late < 0:
+                continue
+            self._woke_up_at = time.monotonic()
+            # If the process was stopped and continued, it gets another timeout.
+            if late <= _OVERSLEPT:
                 self._diagnose()
 
     def _seconds_left(self) -> float:
-        return max(self.moved_at, self._reported_at) + self._timeout - time.monotonic()
+        # The first rank whose timeout expires makes the diagnosis for all.
+        diagnosed_at = 0.0 if self._survey is None else self._survey.hang_reported_at
+        started_at = max(self.moved_at, self._woke_up_at, diagnosed_at)
+        return started_at + self._timeout - time.monotonic()
 
     def _diagnose(self) -> None:
-        self._reported_at = time.monotonic()
         if self._survey is not None:
             self._survey.request("hang")
             return
@@ -123,11 +127,9 @@ class Watchdog:
         return is_abort
 
     def _report(self) -> Report:
-        # A survey is running; the next one may follow after another timeout.
-        self._reported_at = time.monotonic()
         doing, progress = self._describe(main_frame())
         idle = time.monotonic() - self.moved_at
-        has_left = self._is_stopping.is_set()
+        has_left = self._has_stopped.is_set()
         return report_of(
             self._who,
             idle=idle,

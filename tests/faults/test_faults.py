@@ -29,7 +29,14 @@ import torch.distributed.run
 
 from tests.faults import training
 from tests.harness.network import Network
-from tests.harness.ranks import Outcome, RankProcesses, by_hand_env, free_port, run_ranks
+from tests.harness.ranks import (
+    Environment,
+    Outcome,
+    RankProcesses,
+    by_hand_env,
+    free_port,
+    run_ranks,
+)
 from tests.harness.scripts import be_the_script
 
 # By day a kill, an exception, a dead launching process, and a cut wire; `make nightly`
@@ -38,6 +45,8 @@ SEEDS = (2, 18, 24, 37)
 FIRST = int(os.environ.get("SOAK_SEED", 0))
 COUNT = int(os.environ.get("SOAK_COUNT", 0))
 ROOT = Path(__file__).resolve().parents[2]
+ENV: Environment = {"PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
+TIME_LIMIT = 400.0  # seconds, of all processes of a run
 SECONDS_TO_TRAIN = 240.0  # until all ranks report that they train
 # Until workers miss their rank, and torchrun has killed a rank that was stopped.
 SECONDS_TO_TIDY = 60.0
@@ -221,12 +230,8 @@ class Run:
 
 def start(case: Case, directory: Path, hosts: Network | None) -> RankProcesses:
     """Start the run."""
-    options: dict[str, Any] = {
-        "env": {"PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"},
-        "time_limit": 400.0,
-    }
     if case.start in BY_HAND:
-        return start_by_hand(case, directory, hosts, options)
+        return start_by_hand(case, directory, hosts)
     # Scripts and torchrun start in a process that has imported torch and Lightning.
     script = training.__file__
     # torchrun sets the ranks' variables, which hold for each start method.
@@ -236,12 +241,12 @@ def start(case: Case, directory: Path, hosts: Network | None) -> RankProcesses:
         nproc = f"--nproc-per-node={case.world_size}"
         arguments = ["--standalone", nproc, script, *arguments]
         script = torch.distributed.run.__file__
-    return RankProcesses(be_the_script, 1, Path(script), arguments, directory, **options)
+    return RankProcesses(
+        be_the_script, 1, Path(script), arguments, directory, env=ENV, time_limit=TIME_LIMIT
+    )
 
 
-def start_by_hand(
-    case: Case, directory: Path, hosts: Network | None, options: dict[str, Any]
-) -> RankProcesses:
+def start_by_hand(case: Case, directory: Path, hosts: Network | None) -> RankProcesses:
     """Start each rank; with two hosts, the rank that is struck first is alone on one."""
     address = "127.0.0.1"
     places = None
@@ -250,8 +255,10 @@ def start_by_hand(
         address = places[0].address
     url = f"tcp://{address}:{free_port()}" if case.seed % 2 else f"file://{directory}/store"
     arguments = (case.world_size, directory, url, case.during)
-    options["env"] |= by_hand_env(case.world_size)
-    return RankProcesses(training.train_by_hand, *arguments, namespaces=places, **options)
+    env = ENV | by_hand_env(case.world_size)
+    return RankProcesses(
+        training.train_by_hand, *arguments, namespaces=places, env=env, time_limit=TIME_LIMIT
+    )
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,7 @@ other wait does.
 
 import re
 import signal
-import threading
-import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +21,10 @@ from torchmetrics import MeanMetric
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import RankAbsentError
+from lightning_ddp_ext.rendezvous.peers import PeerEvent
 from lightning_ddp_ext.supervision.report import Report
 from lightning_ddp_ext.supervision.session import current_session
+from lightning_ddp_ext.supervision.survey import Kind
 from tests.harness import ranks, training
 from tests.harness.training import Linear, Net, Rows
 
@@ -130,53 +129,61 @@ def validate(rank: int, *, samples: list[int], on_step: bool) -> Run:
     return Run(Validating(samples, on_step), {"limit_val_batches": 5})
 
 
-# How ranks 0 and 1 of a deadlock are named: the call in which each waits, and the remedy.
+# The calls in which ranks wait, as messages name them.
+READING_LOG_DIR = "a broadcast from rank 0"
+GRADIENTS_OF_LINEAR = r"all_reduce #\d+ \[\[5\]\]"
+GRADIENTS_OF_NET = r"all_reduce #\d+ \[\[65\]\]"
+BUFFERS_OF_NET = r"broadcast #\d+ \[\[16\]\]"
+GATHER = r"all_gather #\d+ \[\[2\]\]"  # of ``gather``
+OWN_REDUCTION = r"all_reduce #1 \[\[1\]\] of group \d+"  # of ``reduce_in_own_group``
+LOGGED_VALUES_OF_STEP = r"all_gather #\d+ \[\[256\]\] of group \d+"
+LOGGED_VALIDATION_LOSS = r"the reduction of validation_step\.val_loss \(mean\)"
+METRIC = r"barrier #\d+"
+FINAL_BARRIER = "the final barrier of the Trainer's run"
+# The remedies in these messages.
 LOG_DIR = r"such as trainer\.log_dir, on every rank"
 BACKWARD = "return a loss that depends on the model.*same callbacks and accumulate_grad_batches"
-READING_LOG_DIR = "a broadcast from rank 0"
-BACKWARD_PASS = r"all_reduce #\d+ \[\[5\]\]"
-VALIDATING = r"the reduction of validation_step\.val_loss \(mean\)"
-AT_THE_END = "the final barrier of the Trainer's run"
+# A setting, the calls in which ranks 0 and 1 then wait, and the remedy.
 DEADLOCKS = [
     pytest.param(
         partial(call_on_one_rank, hook="on_before_backward", call=read_log_dir, earlier=1),
-        [READING_LOG_DIR, BACKWARD_PASS],
+        [READING_LOG_DIR, GRADIENTS_OF_LINEAR],
         LOG_DIR,
         id="log_dir in a step",
     ),
     pytest.param(
         stop_on_rank_1,
-        [r"all_gather #\d+ \[\[256\]\] of group \d+", AT_THE_END],
+        [LOGGED_VALUES_OF_STEP, FINAL_BARRIER],
         r"if only some ranks set trainer\.should_stop",
         id="should_stop",
     ),
     pytest.param(
         partial(leave_out_targets, step=1, has_buffers=True),
-        [r"all_reduce #\d+ \[\[65\]\]", r"broadcast #\d+ \[\[16\]\]"],
+        [GRADIENTS_OF_NET, BUFFERS_OF_NET],
         BACKWARD,
         id="no targets in a step",
     ),
     pytest.param(
         partial(leave_out_targets, step=3),
-        [BACKWARD_PASS, VALIDATING],
+        [GRADIENTS_OF_LINEAR, LOGGED_VALIDATION_LOSS],
         BACKWARD,
         id="no targets in the last step",
     ),
     pytest.param(
         partial(call_on_one_rank, hook="on_train_batch_end", call=gather, earlier=1),
-        [r"all_gather #\d+ \[\[2\]\]", BACKWARD_PASS],
+        [GATHER, GRADIENTS_OF_LINEAR],
         BACKWARD,
         id="callbacks",
     ),
     pytest.param(
         call_in_own_group_on_rank_0,
-        [r"all_reduce #1 \[\[1\]\] of group \d+", BACKWARD_PASS],
+        [OWN_REDUCTION, GRADIENTS_OF_LINEAR],
         BACKWARD,
         id="two groups",
     ),
     pytest.param(
         partial(validate, samples=[3, 0], on_step=False),
-        [r"barrier #\d+", AT_THE_END],
+        [METRIC, FINAL_BARRIER],
         "the same number of evaluation steps",
         id="no batch for a metric",
     ),
@@ -191,7 +198,13 @@ def make_strategy(directory: Path, seconds: float) -> DDPExtStrategy:
 
 
 def fit(
-    rank: int, world_size: int, directory: Path, setting: Setting, seconds: float = 0.5
+    rank: int,
+    world_size: int,
+    directory: Path,
+    setting: Setting,
+    *,
+    seconds: float = 0.5,
+    first_callbacks: Sequence[L.Callback] = (),
 ) -> None:
     model, options = setting(rank)
     options = {
@@ -199,6 +212,7 @@ def fit(
         "num_sanity_val_steps": 0,
         "default_root_dir": directory,
         **options,
+        "callbacks": [*first_callbacks, *options.get("callbacks", [])],
     }
     training.make_trainer(make_strategy(directory, seconds), **options).fit(model)
 
@@ -306,20 +320,23 @@ def save_slowly(rank: int) -> Run:
 
 
 def fit_and_announce_surveys(rank: int, world_size: int, directory: Path, setting: Setting) -> None:
-    """Train, and compare the ranks again and again; rank 0 announces each comparison."""
-    if rank == 0:
-        threading.Thread(target=announce_surveys, daemon=True).start()
-    fit(rank, world_size, directory, setting, seconds=0.2)
+    """Train; a rank that waits has the ranks compared repeatedly, and announces it."""
+    first = training.At("setup", announce_surveys)
+    fit(rank, world_size, directory, setting, seconds=0.2, first_callbacks=[first])
 
 
-def announce_surveys() -> None:
-    while True:
-        for thread in threading.enumerate():
-            if thread.name == "ddpx-survey":
-                with suppress(RuntimeError):  # not started yet
-                    thread.join()
-                    ranks.announce("survey")
-        time.sleep(0.001)
+def announce_surveys(trainer: L.Trainer) -> None:
+    """Let this rank announce each finished survey that it has requested."""
+    session = current_session()
+    assert session is not None
+    request = session.survey.request
+
+    def request_and_announce(kind: Kind, wait: str = "") -> PeerEvent | None:
+        event = request(kind, wait)
+        ranks.announce("survey")
+        return event
+
+    session.survey.request = request_and_announce
 
 
 @pytest.mark.parametrize(
@@ -337,11 +354,11 @@ def announce_surveys() -> None:
     ],
 )
 def test_a_rank_that_works_can_continue(setting: Setting, tmp_path: Path) -> None:
-    """The others wait for it, however often rank 0 compares the ranks."""
+    """The other rank waits for it, however often it has the ranks compared."""
     with ranks.RankProcesses(fit_and_announce_surveys, 2, tmp_path, setting) as processes:
         processes.wait_for("busy", 0)
         for _ in range(4):
-            processes.wait_for("survey", 0)
+            processes.wait_for("survey", 1)
         processes.release(0)
         outcomes = processes.wait()
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes[0].story()

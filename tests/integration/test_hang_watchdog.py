@@ -291,3 +291,21 @@ def test_a_rank_that_waits_in_a_barrier_is_reported_there(tmp_path: Path) -> Non
     outcomes = ranks.launch_ranks(fit, 2, tmp_path, BarrierBehindStuckRank())
     assert_reported(outcomes, 1, r" has made no progress for \d+ s; it is in training_step, ")
     assert re.search(rf"rank 0 .* last progress .*, in barrier, {HERE}:", read_report(tmp_path))
+
+
+class StuckBeforeFinalBarrier(Quick):
+    """After the last step, rank 1 blocks, and the others wait in the final barrier.
+
+    There, they ask every second whether all ranks still reply.
+    """
+
+    def on_train_end(self) -> None:
+        training.limit_collectives(1.0)
+        if self.global_rank == 1:
+            supervision.wait_for_ever()
+
+
+def test_a_rank_that_others_ask_for_replies_is_still_stuck(tmp_path: Path) -> None:
+    """Replies to a rank that waits in the final barrier are not progress."""
+    outcomes = ranks.launch_ranks(fit, 2, tmp_path, StuckBeforeFinalBarrier())
+    assert_reported(outcomes, 1, r" has made no progress for \d+ s; it is in on_train_end, ")

@@ -9,7 +9,6 @@ import json
 import re
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,33 +59,35 @@ class Runs:
         return json.dumps({"urls": urls, "devices": 2, "num_nodes": self._nodes, **options})
 
     def expect_trained(
-        self, output: str, *, returns: int | None = None, launches: Sequence[int] | None = None
+        self, output: str, *, returns: int | None = None, connections: Sequence[int] | None = None
     ) -> None:
         """Fail unless every rank took part in each run and learned the same as with stock.
 
         Args:
             output: the output of all processes.
-            returns: how many calls of the Trainer returned, in all runs together; by
-                default one on each rank in each run.
-            launches: how often the ranks connected, by run; by default once.
+            returns: the number of "returned" reports of all runs together; by default
+                one of each rank in each run.
+            connections: how often the ranks connected, by run; by default once.
         """
         runs = len(self._urls)
         reports = [json.loads(line) for line in re.findall(r"^{.*}$", output, re.MULTILINE)]
+        trained = [report for report in reports if report["what"] == "trained"]
         returned = [report for report in reports if report["what"] == "returned"]
         weights, test_results = learned_with_stock(self._ranks)
         assert len(returned) == (returns or self._ranks * runs), output
         assert {report["weights"] for report in reports} == {weights}
         assert all(report["results"] in ([], test_results) for report in returned)
-        trained = [report for report in reports if report["what"] == "trained"]
         for run, method in enumerate(self._urls):
             self._expect_all_ranks([each for each in trained if each["run"] == run], method)
-        formed = rf"process group: gloo, {self._ranks} ranks, (\S+)$"
-        times_formed = Counter(re.findall(formed, output, re.MULTILINE))
-        expected: Counter[str] = Counter()
-        for url, times in zip(self._urls.values(), launches or [1] * runs, strict=True):
-            expected[url] += times
-        assert times_formed == expected, output
+        self._expect_connected(output, connections or [1] * runs)
         assert not list(self._directory.iterdir()), "the last rank to leave removes the file"
+
+    def _expect_connected(self, output: str, connections: Sequence[int]) -> None:
+        """Fail unless the ranks connected this often, by run, at the URL of the run."""
+        formed = rf"process group: gloo, {self._ranks} ranks, (\S+)$"
+        urls = zip(self._urls.values(), connections, strict=True)
+        expected = [url for url, times in urls for _ in range(times)]
+        assert sorted(re.findall(formed, output, re.MULTILINE)) == sorted(expected), output
 
     def _expect_all_ranks(self, trained: list[dict[str, Any]], method: str) -> None:
         """Fail unless each rank of a run reported from another process.
@@ -95,8 +96,11 @@ class Runs:
         the address of rank 0.
         """
         assert len({report["pid"] for report in trained}) == len(trained), trained
-        places = {tuple(report["place"]) for report in trained}
-        assert places == {(rank, self._ranks, rank % 2, rank // 2) for rank in range(self._ranks)}
+        places = {report["rank"]: report["place"] for report in trained}
+        assert places == {
+            rank: {"world_size": self._ranks, "local_rank": rank % 2, "node_rank": rank // 2}
+            for rank in range(self._ranks)
+        }
         assert method == "file" or all(report["has_address"] for report in trained), trained
         files = ["store"] if method == "file" else []
         assert all(report["files"] == files for report in trained), trained
@@ -183,7 +187,7 @@ def test_start_methods(
     runs = Runs(tmp_path, *methods)
     argument = runs.argument(strategy={"start_method": start_method}, calls=calls)
     output = run_train(argument, {}, processes=1)
-    runs.expect_trained(output, returns=len(methods), launches=[len(calls)] * len(methods))
+    runs.expect_trained(output, returns=len(methods), connections=[len(calls)] * len(methods))
     results = json.dumps({"results": learned_with_stock(2)[1]})[1:-1]  # without braces
     assert output.count(results) == len(methods) * ("test" in calls)
 
@@ -194,13 +198,13 @@ def test_torchrun(tmp_path: Path) -> None:
     The restart follows the death of rank 0, which the other rank reports.
     """
     runs = Runs(tmp_path, "env", "tcp", "file")
-    death = (0, 0, 1)  # of rank 0, before a restart, in the second run
+    death = {"rank": 0, "restart": 0, "run": 1}
     words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", SCRIPT]
     words.append(runs.argument(death=death))
     env: Environment = {"PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": None}
     output = output_of_all(launch_ranks(be_torchrun, 1, words, env=env))
     # Both ranks return from the first run, and after the restart from all three.
-    runs.expect_trained(output, returns=2 * (1 + 3), launches=[2, 2, 1])
+    runs.expect_trained(output, returns=2 * (1 + 3), connections=[2, 2, 1])
     died = r"rank 0 \(host .+, pid \d+\) died: its process ended unexpectedly; every rank stops\."
     told = re.findall(rf"^\[rank (\d)\] RankDiedError: {died}", output, re.MULTILINE)
     assert told == ["1"], output

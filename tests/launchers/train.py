@@ -27,7 +27,7 @@ from tests.harness.training import At, Net, make_trainer
 def main(
     urls: Sequence[str | None],
     calls: Sequence[str] = ("fit",),
-    death: Sequence[int] = (),
+    death: dict[str, int] | None = None,
     strategy: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
@@ -36,8 +36,8 @@ def main(
     Args:
         urls: the init methods; ``None`` for no choice.
         calls: the methods of each Trainer that are called; the first one is ``fit``.
-        death: the rank that is killed in the second step, the number of torchrun's
-            restart, and the index of the training.
+        death: the "rank" that is killed in the second step, the number of torchrun's
+            "restart", and the index of the "run" among the trainings; by default none.
         strategy: further options of the strategy.
         options: the Trainer's options.
     """
@@ -63,21 +63,26 @@ def learn(strategy: Any, calls: Sequence[str], **options: Any) -> tuple[str, lis
     return fingerprint(model), results
 
 
-def die(death: Sequence[int], run: int, trainer: L.Trainer) -> None:
-    """Kill this process if ``death`` names its rank, restart and training."""
+def die(death: dict[str, int] | None, run: int, trainer: L.Trainer) -> None:
+    """Kill this process if ``death`` names its rank, restart and run."""
     restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    if [trainer.global_rank, restart, run] == list(death):
+    if death == {"rank": trainer.global_rank, "restart": restart, "run": run}:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def report_rank(run: int, url: str | None, trainer: L.Trainer) -> None:
     """Report this rank's place and weights, and how it found the others."""
-    place = [trainer.global_rank, trainer.world_size, trainer.local_rank, trainer.node_rank]
+    place = {
+        "world_size": trainer.world_size,
+        "local_rank": trainer.local_rank,
+        "node_rank": trainer.node_rank,
+    }
     scheme, _, path = (url or "").partition("://")
     files = os.listdir(os.path.dirname(path)) if scheme == "file" else []
     report(
         "trained",
         run=run,
+        rank=trainer.global_rank,
         place=place,
         pid=os.getpid(),
         weights=fingerprint(trainer.lightning_module),
