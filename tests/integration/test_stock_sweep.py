@@ -324,7 +324,6 @@ class Play:
 
     def run(self) -> list[Any]:
         """Run the program, and return all that it sees."""
-        L.seed_everything(7, verbose=False)
         trainer = self.trainer()
         trainer.fit(self.module)
         found: list[Any] = [self.found(trainer)]
@@ -362,6 +361,7 @@ def play(kind: training.Kind, program: Program, rank: int, ranks: int, place: Pa
     if kind == "stock" and not dist.is_initialized():
         store = f"file://{place.parent}/store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    L.seed_everything(7, verbose=False)
     try:
         return Play(program, kind, place / "program").run()
     except RankFailedError:
