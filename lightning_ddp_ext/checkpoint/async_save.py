@@ -1,25 +1,24 @@
 """Save in the background: training waits only for a copy in memory.
 
-One thread runs the jobs (saves, removals and links) in the order of the calls. To limit
-memory, there is only one copy at a time: a save waits until the previous checkpoint is
-written. After a failed save, removals wait for a save that succeeds, because they might
-otherwise remove the last good checkpoint.
+Jobs (saves, removals and links) run in the order of the calls. To limit memory, there
+is only one copy at a time: a save waits until the previous checkpoint is written. After
+a failed save, removals wait for a save that succeeds, because they might otherwise
+remove the last good checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.save import unwritable
 from lightning_ddp_ext.checkpoint.snapshot import Buffer
 from lightning_ddp_ext.forced_exit import delaying_forced_exit
-from lightning_ddp_ext.threads import start_thread
+from lightning_ddp_ext.threads import new_thread
 
 Job = Callable[[], None]
 
@@ -38,19 +37,21 @@ class Saver:
 
     def __init__(self) -> None:
         self.deadline = 600.0
-        self._worker = _Worker()
-        self._copying = threading.Lock()
-        # The running job uses the following; a caller must wait for the worker first.
+        self._jobs = _BackgroundJobs()
+        # Other threads wait for a call; a signal handler enters that of its own thread.
+        self._calling = threading.RLock()
+        self._is_copying = False
+        # The running job uses the following; a caller must wait for all jobs first.
         self._buffer = Buffer()
         self._last_save_succeeded = True
         self._postponed: dict[str, Job] = {}  # removals by path
 
     def __reduce__(self) -> Any:
-        # A started rank gets a new one: the thread and the buffer belong to this process.
+        # A started rank gets a new one: threads and the buffer belong to this process.
         return (Saver, ())
 
     def save(self, path: str, job: Job) -> None:
-        """Write a checkpoint now by calling ``job``.
+        """Write a checkpoint now by calling ``job``, after all earlier jobs.
 
         Then run the removals that were waiting for a successful save.
 
@@ -58,36 +59,42 @@ class Saver:
             Exception: the error of ``job``; or as for :meth:`wait`, and this save was
                 not attempted.
         """
-        self.wait()
-        self._save(path, job)
+        with self._calling:
+            self.wait()
+            self._save(path, job)
 
     def save_later(self, path: str, checkpoint: Any, write: Callable[[Any], None]) -> None:
         """Copy ``checkpoint`` now, and call ``write`` with the copy in the background.
 
-        The checkpoint is written in the foreground if another call is in progress: in
-        another thread, or interrupted by the signal handler that makes this call.
+        A signal handler that makes this call while its thread copies another checkpoint
+        writes in the foreground.
 
         Raises:
             CheckpointSaveError: the checkpoint cannot be pickled, or no thread can be
                 started.
-            Exception: as for :meth:`wait`; this save was not attempted.
+            Exception: as for :meth:`wait`, about earlier jobs; the checkpoint is saved
+                nevertheless, because it may be the last one of this process.
         """
-        if not self._copying.acquire(blocking=False):
-            self.save(path, partial(write, checkpoint))
-            return
-        try:
-            self.wait()
-            self._copy_and_submit(path, checkpoint, write)
-        finally:
-            self._copying.release()
+        with self._calling:
+            self._jobs.join()
+            earlier_error = self._jobs.take_error()
+            if self._is_copying:
+                self._save(path, partial(write, checkpoint))
+            else:
+                self._copy_and_start(path, checkpoint, write)
+        if earlier_error is not None:
+            raise earlier_error
 
-    def _copy_and_submit(self, path: str, checkpoint: Any, write: Callable[[Any], None]) -> None:
+    def _copy_and_start(self, path: str, checkpoint: Any, write: Callable[[Any], None]) -> None:
         self._last_save_succeeded = False  # until it does
         try:
+            self._is_copying = True
             content = self._buffer.snapshot(checkpoint)
-            self._worker.submit(partial(self._save, path, lambda: write(content())))
+            self._jobs.start(partial(self._save, path, lambda: write(content())))
         except Exception as error:
             raise unwritable(path, error) from error
+        finally:
+            self._is_copying = False
 
     def _save(self, path: str, job: Job) -> None:
         self._last_save_succeeded = False  # until it does
@@ -95,8 +102,8 @@ class Saver:
             job()
         self._last_save_succeeded = True
         self._postponed.pop(path, None)  # the file is new
-        for waiting in list(self._postponed):
-            self._postponed.pop(waiting)()
+        while self._postponed:
+            self._postponed.pop(next(iter(self._postponed)))()
 
     def follow_up(self, path: str, job: Job, *, later: bool, postpone: bool = False) -> None:
         """Run a removal or a link after all earlier jobs, unless the last save failed.
@@ -118,74 +125,90 @@ class Saver:
             if postpone:
                 self._postponed[path] = job
 
-        if later:
-            self._worker.submit(unless_failed)
-        else:
-            self.wait()
-            unless_failed()
+        with self._calling:
+            if later:
+                self._jobs.start(unless_failed)
+            else:
+                self.wait()
+                unless_failed()
 
     def wait(self) -> None:
         """Wait for all jobs; the memory is kept for the next save.
 
         Raises:
-            Exception: the first background error since the last call.
+            Exception: the first background error that has not been raised yet.
         """
-        self._worker.wait()
+        self._jobs.join()
+        error = self._jobs.take_error()
+        if error is not None:
+            raise error
 
     def finish(self) -> None:
         """Wait for all jobs; their errors are only in the log."""
-        with suppress(Exception):
-            self.wait()
+        self._jobs.join()
+        self._jobs.take_error()
 
     def release(self) -> None:
         """Release the memory; only after all jobs have finished."""
         self._buffer.release()
 
 
-class _Worker:
-    """Run jobs in the order of the calls, in a thread that exits when none is left.
+@dataclass
+class _Background:
+    """A job and its thread.
 
-    The thread is not a daemon, so the process only exits after the last job.
+    Attributes:
+        thread: runs the job.
+        has_finished: whether it has run the job, or failed to.
+    """
+
+    thread: threading.Thread
+    has_finished: bool = False
+
+
+class _BackgroundJobs:
+    """Jobs that run one after another, each in a thread that waits for those before it.
+
+    The threads are not daemons, so the process only exits after the last job. There is
+    no lock for which a signal handler or a forked process could wait.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # for the next two fields
-        self._thread: threading.Thread | None = None  # runs or will run all of the jobs
-        self._jobs: deque[Job] = deque()  # not started yet
-        self._first_error: BaseException | None = None  # set by the thread, cleared by `wait`
+        self._jobs: list[_Background] = []  # all that have not finished
+        self._first_error: BaseException | None = None
 
-    def submit(self, job: Job) -> None:
-        """Queue a job, and start a thread unless one is running."""
-        with self._lock:
-            # A forked process has a copy of the fields, but not the thread.
-            if self._thread is None or not self._thread.is_alive():
-                self._jobs.clear()
-                self._thread = start_thread("ddpx-checkpoints", self._run, daemon=False)
-            self._jobs.append(job)
+    def start(self, job: Job) -> None:
+        """Run a job in a new thread, after all earlier ones."""
+        earlier = [each for each in self._jobs if not each.has_finished]
+        own = _Background(new_thread("ddpx-checkpoints", lambda: run(), daemon=False))
 
-    def _run(self) -> None:
-        while job := self._next_job():
+        def run() -> None:
+            _join(earlier)
             try:
                 job()
             except BaseException as error:
                 _logger.error("%s", error)  # the process may exit before anything raises it
                 self._first_error = self._first_error or error
+            own.has_finished = True
 
-    def _next_job(self) -> Job | None:
-        """Return the next job, or ``None`` if this thread has to exit."""
-        with self._lock:
-            if self._thread is not threading.current_thread():
-                return None  # Ctrl-C interrupted `submit`, which started this thread
-            if not self._jobs:
-                self._thread = None
-                return None
-            return self._jobs.popleft()
+        # Before it starts, so that `join` waits for it even if Ctrl-C interrupts `start`.
+        self._jobs = [*earlier, own]
+        own.thread.start()
 
-    def wait(self) -> None:
-        """Wait for all jobs, and raise the first error since the last call, if any."""
-        if thread := self._thread:
-            thread.join()
+    def join(self) -> None:
+        """Wait for all jobs that have started."""
+        _join(self._jobs)
+
+    def take_error(self) -> BaseException | None:
+        """Return the first error since the last call, if any."""
         error = self._first_error
         if error is not None:  # otherwise a job may fail before this method clears it
             self._first_error = None
-            raise error
+        return error
+
+
+def _join(jobs: list[_Background]) -> None:
+    for each in jobs:
+        # Not if Ctrl-C or a signal handler has interrupted its start, or in a fork.
+        if each.thread.is_alive():
+            each.thread.join()
