@@ -72,18 +72,14 @@ class Saver:
         Raises:
             CheckpointSaveError: the checkpoint cannot be pickled, or no thread can be
                 started.
-            Exception: as for :meth:`wait`, about earlier jobs; the checkpoint is saved
-                nevertheless, because it may be the last one of this process.
+            Exception: as for :meth:`wait`; this save was not attempted.
         """
         with self._calling:
-            self._jobs.join()
-            earlier_error = self._jobs.take_error()
             if self._is_copying:
-                self._save(path, partial(write, checkpoint))
-            else:
-                self._copy_and_start(path, checkpoint, write)
-        if earlier_error is not None:
-            raise earlier_error
+                self.save(path, partial(write, checkpoint))
+                return
+            self.wait()
+            self._copy_and_start(path, checkpoint, write)
 
     def _copy_and_start(self, path: str, checkpoint: Any, write: Callable[[Any], None]) -> None:
         self._last_save_succeeded = False  # until it does

@@ -29,6 +29,7 @@ STEP = "on_train_batch_start"
 ALL_STEPS = 6  # of two epochs
 SIGTERM_STATUS = 128 + signal.SIGTERM
 STOP_CHECKPOINT = "last-preempted.ckpt"
+IN_DEVICE = "/dev/null/it.ckpt"  # cannot be written
 
 
 class End(NamedTuple):
@@ -115,6 +116,21 @@ def test_a_save_is_finished_before_the_one_of_the_stop(
         assert {STOP_CHECKPOINT, "step=1.ckpt", "step=2.ckpt"} <= set(end.checkpoints)
     for path in tmp_path.rglob("*.ckpt"):
         assert torch.load(path, weights_only=False)["state_dict"]
+
+
+def stop_after_failed_save(rank: int, world_size: int, directory: Path) -> End:
+    """Save in the background below a device, and send SIGTERM to rank 1 in this step."""
+    save = training.At("on_train_batch_end", lambda trainer: trainer.save_checkpoint(IN_DEVICE))
+    stop = continuing.signalled("on_train_batch_end", 0, ranks=[1])
+    strategy = {"checkpoint_io": RankZeroCheckpointIO(background=True)}
+    return fit(directory, save, stop, strategy=strategy)
+
+
+def test_the_stop_checkpoint_is_saved_also_after_a_save_that_failed(tmp_path: Path) -> None:
+    """The save of the stop does not raise the error of an earlier one in the background."""
+    for end in ranks.run_ranks(stop_after_failed_save, 2, tmp_path):
+        assert end.status == SIGTERM_STATUS
+        assert end.checkpoints == [STOP_CHECKPOINT]
 
 
 def stop_without_a_save(rank: int, world_size: int, directory: Path) -> End:

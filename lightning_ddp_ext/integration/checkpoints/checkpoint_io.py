@@ -76,8 +76,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         Raises:
             CheckpointSaveError: the file was not written, and an existing local file is
                 left untouched; the file was written, but a power failure may undo that;
-                or an earlier background save failed. After that, a background save is
-                attempted, and one in the foreground is not.
+                or an earlier background save failed, and this save was not attempted.
             TypeError: ``storage_options`` is not ``None``.
         """
         if storage_options is not None:

@@ -24,6 +24,7 @@ from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopReques
 from lightning_ddp_ext.supervision.session import current_session
 from lightning_ddp_ext.supervision.signals import StopSignals, status_of, without_handler
 
+from ..checkpoints.checkpoint_io import RankZeroCheckpointIO
 from ..checkpoints.collective import Checkpoints
 from ..checkpoints.run_files import RunFiles
 from ..data.loop_state import Stopped
@@ -267,6 +268,9 @@ class StopController:
         if path is None:
             return "nothing is saved (stop_checkpoint=None)"
         files.start_stop(path, is_requeued=is_requeued)
+        io = self._strategy.checkpoint_io
+        if isinstance(io, RankZeroCheckpointIO):
+            io.saver.finish()  # otherwise an earlier save error would prevent this save
         self._trainer.save_checkpoint(path)
         if is_requeued:
             return f"saved to {path} for the requeued job"
