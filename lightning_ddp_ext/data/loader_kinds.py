@@ -124,13 +124,14 @@ class OrderPosition(LoaderPosition):
 
     @override
     def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
-        order, start.order_fingerprint = self._sampler.draw(self.epoch)
+        self._sampler.set_epoch(self.epoch)
+        order, start.order_fingerprint = self._sampler.draw_order()
         start.batch_size = self._batch_size
         return partial(self._read_from, start.position, order)
 
     def _read_from(self, position: int, order: Order | None) -> Iterator[Any]:
         self._sampler.resume_at(self.epoch, position)
-        self._sampler.next_order = order
+        self._sampler.drawn_order = order
         return _start_within_epoch(self) if position else iter(self.loader)
 
     @override
