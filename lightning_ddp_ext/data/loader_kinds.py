@@ -27,12 +27,12 @@ from typing_extensions import override
 from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.fingerprints import Trace, checksum_of_indices
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
-from lightning_ddp_ext.data.loader import workers_seeded_by
 from lightning_ddp_ext.data.loader_properties import index_sampler_of, is_stateful, length_or_inf
 from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition, LoaderState
 from lightning_ddp_ext.data.resampled import make_permanent
 from lightning_ddp_ext.data.seeding import mix
 from lightning_ddp_ext.data.shortest import AHEAD
+from lightning_ddp_ext.data.worker_seed import workers_seeded_by
 
 # Not a fingerprint: after batches of different sizes, the position is unknown.
 _UNKNOWN_ORDER = -1
