@@ -107,8 +107,7 @@ class DistributedLoader:
         For the arguments, see :func:`~lightning_ddp_ext.data.epochs.prepare_workers`.
         """
         prepare_workers(self.loader, epoch, rank=rank, seeding=seeding)
-        is_seeded = iterates_as_torch(self.loader)
-        if not is_seeded:
+        if not iterates_as_torch(self.loader):
             return nullcontext()
         return workers_seeded_by(self.loader, self.worker_seed.generator)
 
