@@ -90,7 +90,7 @@ class EvenBatches:
             return
         self._unfilled_sampler.resume_at(self._sampler.epoch, 0)
         # The last sample must be of the same order, and each draw may give another one.
-        self._unfilled_sampler.next_order = order = self._sampler.order()
+        self._unfilled_sampler.drawn_order = order = self._sampler.compute_order()
         items = 0
         for batch in self._unfilled_batches:
             items += len(batch) if self._is_batched else 1

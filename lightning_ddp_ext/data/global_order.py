@@ -16,7 +16,7 @@ from lightning_ddp_ext.data.partition import Shard, Uneven
 
 STATE_VERSION = 1
 
-_COUNT_EPOCHS = "count epochs from 0"
+_EPOCH_REMEDY = "count epochs from 0"
 
 # indices per computation: few at first, so that the first one is yielded soon
 FIRST_BLOCK = 256
@@ -30,14 +30,18 @@ Order = Callable[[NDArray[np.int64]], NDArray[Any]]  # from positions to their i
 class GlobalOrderSampler(DistributedSampler[Any]):
     """Base class of our samplers, which split one global order among the ranks.
 
-    A subclass sets ``kind``, and maps global positions to items in ``_order``. The class
-    is a ``DistributedSampler`` because Lightning wraps any other sampler in its own.
+    A subclass sets ``kind`` and defines ``length`` and ``compute_order``. The class is a
+    ``DistributedSampler`` because Lightning wraps any other sampler in its own.
+
+    Args:
+        dataset: the dataset or the sampler whose items are split.
+        num_replicas, rank, shuffle, seed, uneven: as for ``ScalableDistributedSampler``.
 
     Attributes:
+        dataset, shuffle, seed, uneven: the arguments.
         epoch: the epoch whose order is read next.
-        dataset, shuffle, seed, uneven: as given.
-        length: the number of positions in an epoch's global order.
-        next_order: the order for the next iterator, if :meth:`draw` has drawn it.
+        drawn_order: the order that the next iterator reads, if the caller has set one;
+            otherwise the iterator computes it.
     """
 
     kind: ClassVar[str]
@@ -46,15 +50,14 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     def __init__(
         self,
         dataset: Any,
-        length: int,
+        *,
         num_replicas: int | None,
         rank: int | None,
         shuffle: bool,
         seed: int,
         uneven: Uneven,
     ) -> None:
-        self.dataset = dataset
-        self._length = length
+        self.dataset: Any = dataset
         self._given_ranks = num_replicas, rank
         if num_replicas is not None and rank is not None:
             _check_ranks(num_replicas, rank)
@@ -64,16 +67,21 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self.uneven: Uneven = uneven
         self.epoch = 0
         self._position = 0
-        self.next_order: Order | None = None
+        self.drawn_order: Order | None = None
 
     # What subclasses override.
 
-    def _order(self) -> Order:
-        """Compute the order of ``self.epoch``."""
+    @property
+    def length(self) -> int:
+        """The number of positions in an epoch's global order."""
         raise NotImplementedError
 
-    def draw(self, epoch: int) -> tuple[Order | None, int | None]:
-        """Draw an epoch's order, and return it with the fingerprint of its items.
+    def compute_order(self) -> Order:
+        """Return a function from global positions to their items in the current epoch."""
+        raise NotImplementedError
+
+    def draw_order(self) -> tuple[Order | None, int | None]:
+        """Draw the current epoch's order, and return it with the fingerprint of its items.
 
         Both are ``None`` if seed and epoch determine the order.
         """
@@ -83,11 +91,6 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         """Set the epoch of wrapped objects, if the subclass has any."""
 
     # The interface of a DistributedSampler.
-
-    @property
-    def length(self) -> int:
-        """The number of positions in an epoch's global order."""
-        return self._length
 
     @property
     def num_replicas(self) -> int:  # type: ignore[override]
@@ -130,8 +133,8 @@ class GlobalOrderSampler(DistributedSampler[Any]):
 
     def _iterate(self) -> Iterator[list[Any]]:
         shard = self.shard(self._position)
-        order = self.order()
-        self.next_order = None
+        order = self.drawn_order or self.compute_order()
+        self.drawn_order = None
         begin = 0
         while begin < len(shard):
             end = begin + (BLOCK if begin else FIRST_BLOCK)
@@ -146,14 +149,10 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         Raises:
             ConfigurationError: ``epoch`` is negative or not an integer.
         """
-        if integer(epoch, "epoch", remedy=_COUNT_EPOCHS) == self.epoch:
+        if integer(epoch, "epoch", remedy=_EPOCH_REMEDY) == self.epoch:
             self._set_wrapped_epoch()
         else:
             self.resume_at(epoch, 0)
-
-    def order(self) -> Order:
-        """Return the order that the next iterator reads."""
-        return self.next_order or self._order()
 
     # The position.
 
@@ -190,11 +189,11 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             ConfigurationError: ``epoch`` is not an integer of at least 0, or
                 ``position`` not one from 0 to ``length``.
         """
-        epoch = integer(epoch, "epoch", remedy=_COUNT_EPOCHS)
+        epoch = integer(epoch, "epoch", remedy=_EPOCH_REMEDY)
         remedy = "a position is only valid for the length that it was saved with"
         self._position = integer(position, "position", at_most=self.length, remedy=remedy)
         self.epoch = epoch
-        self.next_order = None
+        self.drawn_order = None
         self._set_wrapped_epoch()
 
     def identity(self) -> dict[str, int | bool | str]:

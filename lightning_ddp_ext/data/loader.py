@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_ddp_ext.data.epochs import (
     forget_workers,
@@ -16,21 +16,12 @@ from lightning_ddp_ext.data.epochs import (
     set_epoch,
 )
 from lightning_ddp_ext.data.loader_properties import is_stateful, iterates_as_torch
+from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.proxy import copy_attributes, iterable_of, show
 from lightning_ddp_ext.data.seeding import WorkerSeeding
+from lightning_ddp_ext.data.worker_seed import WorkerSeed, workers_seeded_by
 
 StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
-
-
-class Seeds(torch.Generator):
-    """A generator of workers' seeds.
-
-    A spawned worker gets an empty one with the loader, if the user's objects refer to
-    the Trainer. Torch could not send the state of a generator.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Seeds, ()
 
 
 class DistributedLoader:
@@ -47,48 +38,43 @@ class DistributedLoader:
             unless it has a state.
         start_iterator: given this loader and the new iterator, returns the iterator
             that yields the batches.
+        is_dealt: whether the strategy has put its own sampler into the loader.
 
     Attributes:
-        source, start_iterator: as given.
+        source, start_iterator, is_dealt: the arguments.
         loader: the loader to read: a copy of ``source`` if that is a ``DataLoader``
             without a state.
-        seeds: the generator from which the next iterator that starts draws its workers'
-            seed.
+        worker_seed: the seed of the latest iterator's workers.
         length: the number of batches that replaces the loader's own length; ``None`` to
             keep it.
-        is_dealt: whether the strategy has put its own sampler into the loader.
-        position: the ``LoaderPosition`` of a training loader; ``None`` for an evaluation
-            loader.
-        start_evaluation: given the loader inside, starts an evaluation's iterator over it;
-            ``None`` if nothing depends on its steps.
+        start_evaluation: given the loader inside, starts an evaluation's iterator over it.
         on_iterator: called with this loader when an iterator is created.
-        had_workers: whether persistent workers had been seeded before the latest
-            iterator, in this run or, of an evaluation loader, in the one that is
-            resumed. It means nothing if workers do not persist.
 
     >>> loader = DistributedLoader([1, 2], lambda loader, iterator: iter(loader.loader))
     >>> len(loader), list(loader), list(loader)
     (2, [1, 2], [1, 2])
     """
 
-    def __init__(self, source: Any, start_iterator: StartIterator) -> None:
+    def __init__(
+        self, source: Any, start_iterator: StartIterator, *, is_dealt: bool = False
+    ) -> None:
         self.source = source
-        # Its owner may read that state.
-        self.loader = source if is_stateful(source) else own_copy(source)
         self.start_iterator = start_iterator
-        self.seeds = Seeds()
+        self.is_dealt = is_dealt
+        # The owner of a state may read it, so the loader is not copied.
+        self.loader = source if is_stateful(source) else own_copy(source)
+        self.worker_seed = WorkerSeed(self.loader)
         # The strategy sets these before the loader is read.
         self.length: int | None = None
-        self.is_dealt = False
-        self.position: Any = None
-        self.start_evaluation: Callable[[Any], Iterator[Any]] | None = None
+        self.start_evaluation: Callable[[Any], Iterator[Any]] = iter
         self.on_iterator: Callable[[DistributedLoader], object] = lambda loader: None
-        self.had_workers = False
 
-        self._has_workers = False  # persistent ones, which were seeded in this run
         self._epoch = -1  # of the objects inside
-        # The loader's own generator, which `workers_seeded_by` may have replaced.
-        self._users_generator: torch.Generator | None = None
+
+    def copy_loader(self) -> None:
+        """Read a copy, which can be changed, even of a loader with a state."""
+        self.loader = own_copy(self.loader)
+        self.worker_seed = WorkerSeed(self.loader)
 
     def shown(self) -> Any:
         """Return a proxy of this loader with the class and attributes of ``loader``.
@@ -121,57 +107,36 @@ class DistributedLoader:
         For the arguments, see :func:`~lightning_ddp_ext.data.epochs.prepare_workers`.
         """
         prepare_workers(self.loader, epoch, rank=rank, seeding=seeding)
-        is_seeded = iterates_as_torch(self.loader)
-        return workers_seeded_by(self.loader, self.seeds) if is_seeded else nullcontext()
+        if not iterates_as_torch(self.loader):
+            return nullcontext()
+        return workers_seeded_by(self.loader, self.worker_seed.generator)
 
     def draw_seed(self) -> None:
-        """Draw the seed of an iterator's workers when torch would, and keep it for the start.
-
-        Persistent workers are seeded once.
-        """
-        self.had_workers = self.had_workers or self._has_workers
-        if not self._has_workers:
-            self._draw_seed()
-
-    def repeat_global_draw(self) -> None:
-        """Draw the latest iterator's seed again, if it came from torch's global generator.
-
-        Call this after the state of that generator was restored.
-        """
-        if self._users_generator is None:
-            self._draw_seed()
-
-    def _draw_seed(self) -> None:
-        if not (iterates_as_torch(self.loader) and _draws_on_cpu(self._users_generator)):
-            return
-        self._has_workers = self.loader.persistent_workers
-        source = self._users_generator or torch.default_generator
-        self.seeds.set_state(source.get_state())
-        if not self._had_drawn_seed():
-            torch.empty((), dtype=torch.int64).random_(generator=source)
-
-    def _had_drawn_seed(self) -> bool:
-        """Whether the run that is resumed had already drawn the seed of an iterator."""
-        if self.position is not None:
-            return bool(self.position.continues())
-        return self.has_seeded_workers(before_latest=True)
-
-    def has_seeded_workers(self, *, before_latest: bool) -> bool:
-        """Whether workers persist and have been seeded.
-
-        With ``before_latest``, only if that was before the latest iterator.
-        """
-        is_seeded = self.had_workers or (self._has_workers and not before_latest)
-        return is_seeded and bool(getattr(self.loader, "persistent_workers", False))
+        """Draw the seed of an iterator's workers when torch would, for when it starts."""
+        self.worker_seed.draw(was_drawn=False)
 
     def __iter__(self) -> Iterator[Any]:
         self.on_iterator(self)
-        self._users_generator = getattr(self.loader, "generator", None)
+        self.worker_seed.find_source()
         self.draw_seed()
         return LazyIterator(self)
 
     def __len__(self) -> int:
         return len(self.loader) if self.length is None else self.length
+
+
+class TrainingLoader(DistributedLoader):
+    """A loader of training data, whose iterators start at a position.
+
+    Attributes:
+        position: the position, which the strategy sets before the loader is read.
+    """
+
+    position: LoaderPosition
+
+    @override
+    def draw_seed(self) -> None:
+        self.worker_seed.draw(was_drawn=self.position.continues())
 
 
 class LazyIterator(Iterator[Any]):
@@ -221,25 +186,3 @@ def own_copy(loader: Any) -> Any:
     copied = copy_attributes(loader)
     forget_workers(copied)
     return copied
-
-
-@contextmanager
-def workers_seeded_by(loader: DataLoader[Any], generator: torch.Generator) -> Iterator[None]:
-    """Make an iterator of a ``DataLoader`` draw its workers' seed from a generator.
-
-    The iterator is created in the block. Otherwise torch draws the seed from the
-    loader's generator or the global one; so it does here if it draws on a GPU.
-    """
-    users_generator = loader.generator
-    if _draws_on_cpu(users_generator):
-        loader.generator = generator
-    try:
-        yield
-    finally:
-        loader.generator = users_generator
-
-
-def _draws_on_cpu(generator: torch.Generator | None) -> bool:
-    """Whether torch draws workers' seeds on the CPU, for a loader with this generator."""
-    has_cpu_generator = generator is None or generator.device.type == "cpu"
-    return has_cpu_generator and torch.get_default_device().type == "cpu"

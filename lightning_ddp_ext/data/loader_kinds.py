@@ -10,9 +10,10 @@ see ``position``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import (
@@ -27,12 +28,12 @@ from typing_extensions import override
 from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.fingerprints import Trace, checksum_of_indices
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
-from lightning_ddp_ext.data.loader import workers_seeded_by
 from lightning_ddp_ext.data.loader_properties import index_sampler_of, is_stateful, length_or_inf
-from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition, LoaderState
+from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition
 from lightning_ddp_ext.data.resampled import make_permanent
 from lightning_ddp_ext.data.seeding import mix
 from lightning_ddp_ext.data.shortest import AHEAD
+from lightning_ddp_ext.data.worker_seed import workers_seeded_by
 
 # Not a fingerprint: after batches of different sizes, the position is unknown.
 _UNKNOWN_ORDER = -1
@@ -100,10 +101,25 @@ def _start_within_epoch(position: LoaderPosition) -> Iterator[Any]:
         return iter(position.loader)
 
 
-class OrderPosition(LoaderPosition):
+@dataclass
+class OrderStart(IteratorStart):
+    """Where an iterator over one of our samplers started.
+
+    Args:
+        order_fingerprint: that of the epoch's order, if seed and epoch do not determine
+            it.
+        batch_size: the batch size when the iterator started; ``None`` before.
+    """
+
+    order_fingerprint: int | None = None
+    batch_size: int | None = None
+
+
+class OrderPosition(LoaderPosition[OrderStart]):
     """Global position in a loader with one of our samplers, for any number of ranks."""
 
     kind = "order"
+    start_class = OrderStart
 
     def __init__(self, loader: Any, **options: Any) -> None:
         super().__init__(loader, **options)
@@ -119,27 +135,28 @@ class OrderPosition(LoaderPosition):
         return 1 if self._batch_sampler is None else int(self._batch_sampler.batch_size)
 
     @override
-    def _begin(self, start: IteratorStart) -> Iterator[Any]:
+    def _begin(self, start: OrderStart) -> Iterator[Any]:
         return self._redraw(start)()
 
     @override
-    def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
-        order, start.order_fingerprint = self._sampler.draw(self.epoch)
+    def _redraw(self, start: OrderStart) -> Callable[[], Iterator[Any]]:
+        self._sampler.set_epoch(self.epoch)
+        order, start.order_fingerprint = self._sampler.draw_order()
         start.batch_size = self._batch_size
         return partial(self._read_from, start.position, order)
 
     def _read_from(self, position: int, order: Order | None) -> Iterator[Any]:
         self._sampler.resume_at(self.epoch, position)
-        self._sampler.next_order = order
+        self._sampler.drawn_order = order
         return _start_within_epoch(self) if position else iter(self.loader)
 
     @override
-    def _drawn_by(self, start: IteratorStart, position: int) -> int | None:
+    def _drawn_by(self, start: OrderStart, position: int) -> int | None:
         has_same_batch_size = start.batch_size in (None, self._batch_size)
         return start.order_fingerprint if has_same_batch_size else _UNKNOWN_ORDER
 
     @override
-    def _position(self, start: IteratorStart, batches: int) -> int:
+    def _position(self, start: OrderStart, batches: int) -> int:
         batch_size = start.batch_size or self._batch_size
         return self._sampler.shard(start.position).position_after(batches * batch_size)
 
@@ -159,7 +176,7 @@ class OrderPosition(LoaderPosition):
         return {"loader": self.kind, **self._sampler.identity()}
 
 
-class IndexPosition(LoaderPosition):
+class IndexPosition(LoaderPosition[IteratorStart]):
     """Position in a loader with another sampler that has a length.
 
     Indices are skipped without reading samples.
@@ -200,7 +217,33 @@ class IndexPosition(LoaderPosition):
         return _start_within_epoch(self)
 
 
-class StatePosition(LoaderPosition):
+class LoaderState(NamedTuple):
+    """A state that a loader returned.
+
+    Args:
+        batches: the number of batches that its iterator had drawn; negative before the
+            position at which the iterator started.
+        content: the state; ``None`` for the beginning.
+        fingerprint: the fingerprint of the batches drawn, if known.
+    """
+
+    batches: int
+    content: Any
+    fingerprint: int | None
+
+
+@dataclass
+class StateStart(IteratorStart):
+    """Where an iterator of a loader with a state started.
+
+    Args:
+        loader_states: the loader's states that a checkpoint may need.
+    """
+
+    loader_states: list[LoaderState] = field(default_factory=list)
+
+
+class StatePosition(LoaderPosition[StateStart]):
     """Position in a loader with a state, which each save reads.
 
     By then the loader may have drawn more batches than training has used. A checkpoint
@@ -209,6 +252,7 @@ class StatePosition(LoaderPosition):
     """
 
     kind = "state"
+    start_class = StateStart
     is_by_rank = True
     # Number of batches drawn from the newest iterator; ``None`` after its end.
     _batches_drawn: int | None = None
@@ -218,7 +262,7 @@ class StatePosition(LoaderPosition):
     _batches_left = inf
 
     @override
-    def state_dict(self, done: int, batches_given: int) -> dict[str, Any]:
+    def state_dict(self, done: int, given_when_recorded: int) -> dict[str, Any]:
         start, batches = self._start_before(done)
         # After their end, some loaders return the state of a new beginning.
         if self._starts and self._batches_drawn is not None:
@@ -234,14 +278,14 @@ class StatePosition(LoaderPosition):
             "dropped": batches - last.batches,
             "drawn": last.fingerprint,
         }
-        return {**super().state_dict(done, batches_given), "own": saved_state}
+        return {**super().state_dict(done, given_when_recorded), "own": saved_state}
 
-    def _record_loader_state(self, start: IteratorStart, batches: int) -> None:
+    def _record_loader_state(self, start: StateStart, batches: int) -> None:
         fingerprint = start.trace.fingerprint_after(start.position + batches)
         start.loader_states.append(LoaderState(batches, self.loader.state_dict(), fingerprint))
 
     @override
-    def _begin(self, start: IteratorStart) -> Iterator[Any]:
+    def _begin(self, start: StateStart) -> Iterator[Any]:
         if self._restored is not None and self._batches_drawn == self._batches_left:
             # Some loaders, such as litdata's, forget a restored state only at the end.
             next(self._restored, None)
@@ -250,7 +294,7 @@ class StatePosition(LoaderPosition):
         return self._count_drawn(super()._begin(start))
 
     @override
-    def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
+    def _redraw(self, start: StateStart) -> Callable[[], Iterator[Any]]:
         saved = start.saved_state or _NOTHING_SAVED
         loader_state = saved["state"]
         dropped = saved["dropped"]

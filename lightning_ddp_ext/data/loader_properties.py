@@ -13,6 +13,18 @@ T = TypeVar("T")
 
 _END = object()
 
+# The attributes in which samplers of torch, and ours, have their parameters. A sampler has
+# one of the two `num_samples`: `RandomSampler` has the private one, behind a property.
+_PARAMETERS = (
+    "batch_size",
+    "drop_last",
+    "_num_samples",
+    "num_samples",
+    "replacement",
+    "seed",
+    "shuffle",
+)
+
 
 def each_of(iterator: Iterator[T]) -> Iterator[T]:
     """Yield the items that are left in an iterator.
@@ -65,18 +77,6 @@ def name_of(loader: Any) -> str:
     return " over ".join(samplers) or type(getattr(loader, "dataset", loader)).__name__
 
 
-# The attributes in which samplers of torch, and ours, have their parameters.
-_PARAMETERS = (
-    "batch_size",
-    "drop_last",
-    "_num_samples",
-    "num_samples",
-    "replacement",
-    "seed",
-    "shuffle",
-)
-
-
 def identity_of(sampler: object) -> str:
     """Describe a sampler and those inside it by class and parameters.
 
@@ -99,7 +99,8 @@ def _describe(sampler: object) -> str:
 def parameters_of(loader: Any) -> dict[str, Any]:
     """Return the parameters that determine a loader's samples.
 
-    The number of workers is one of them if the loader has no indices or has a state.
+    The number of workers is one of them if the loader has no indices, because each worker
+    then reads its own part of the data, or has a state, which contains one for each worker.
     """
     sampler = index_sampler_of(loader)
     depends_on_workers = sampler is None or is_stateful(loader)

@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Generic
+
+from typing_extensions import TypeVar
 
 from lightning_ddp_ext.data.epochs import all_below
 from lightning_ddp_ext.data.fingerprints import Trace, checksum_of_batch
@@ -41,21 +43,6 @@ FROM_THE_EPOCHS_START = (
 )
 
 
-class LoaderState(NamedTuple):
-    """A state that a loader returned.
-
-    Args:
-        batches: the number of batches that its iterator had drawn; negative before the
-            position at which the iterator started.
-        content: the state; ``None`` for the beginning.
-        fingerprint: the fingerprint of the batches drawn, if known.
-    """
-
-    batches: int
-    content: Any
-    fingerprint: int | None
-
-
 @dataclass
 class IteratorStart:
     """Where an iterator of a loader started.
@@ -73,11 +60,6 @@ class IteratorStart:
             second one before the first batch.
         saved_state: what the position's class added to ``state_dict`` in the saving run.
         trace: the fingerprints of what was drawn.
-        loader_states: states of the loader; only in a ``StatePosition``.
-        order_fingerprint: that of the order of the epoch, if all of it is drawn when
-            the iterator starts; only in an ``OrderPosition``.
-        batch_size: the batch size when the iterator started; only in an
-            ``OrderPosition``.
     """
 
     number: int = 0
@@ -87,15 +69,13 @@ class IteratorStart:
     random_states: list[Any] = field(default_factory=list)
     saved_state: Any = None
     trace: Trace = field(default_factory=Trace)
-    loader_states: list[LoaderState] = field(default_factory=list)
-    order_fingerprint: int | None = None
-    batch_size: int | None = None
 
 
+StartT = TypeVar("StartT", bound=IteratorStart, default=Any)
 DrawSeed = Callable[[], object]
 
 
-class LoaderPosition:
+class LoaderPosition(Generic[StartT]):
     """The Trainer's position in one training loader, which may be any iterable.
 
     In this class, the position is a number of batches, which a resuming run reads
@@ -118,6 +98,8 @@ class LoaderPosition:
     """
 
     kind = "batches"
+    start_class: ClassVar[type[Any]] = IteratorStart
+    """The class of ``StartT``."""
     taken_ahead = 0
     """The number of batches that are taken from an iterator before they are given."""
     prefetched = 0
@@ -137,8 +119,12 @@ class LoaderPosition:
         self.generators = generators_of(*all_below(loader), collator)
         self.on_progress: Callable[[], object] = lambda: None
         self._remembered = remembered
-        self._starts: deque[IteratorStart] = deque(maxlen=remembered)
-        # The starts of a resumed epoch's next iterators; later ones start at the beginning.
+        self._starts: deque[StartT] = deque(maxlen=remembered)
+        # Functions that start the next iterators of a resumed epoch; later ones start at the
+        # beginning. With `max_size_cycle`, a short loader starts again whenever it ends, and
+        # Lightning ends the epoch when every loader has reached its end. If this loader had
+        # started again before the checkpoint was saved, a resuming run therefore needs an
+        # iterator that ends immediately, then the rest of the one that was read.
         self._resumed_starts = deque[Callable[[DrawSeed], Iterator[Any]]]()
 
     def read_parameters(self) -> None:
@@ -173,7 +159,7 @@ class LoaderPosition:
             # It cannot be read again, and the part that was read before is unknown.
             return False
         self.batches_given = done
-        start = IteratorStart(
+        start: StartT = self.start_class(
             number=state["number"],
             batches_before=done,
             position=state["at"],
@@ -186,7 +172,7 @@ class LoaderPosition:
             # The saving run had already created this iterator.
             start_rest = self._redraw(start)
         if start.number > 0:
-            self._resumed_starts.append(lambda draw_seed: iter(()))
+            self._resumed_starts.append(_start_at_end)
         self._resumed_starts.append(partial(self._start_rest, start_rest))
         return state["drawn"] in (None, self._drawn_by(start, start.position + start.ahead))
 
@@ -197,13 +183,8 @@ class LoaderPosition:
     def start_iterator(self, draw_seed: DrawSeed) -> Iterator[Any]:
         """Start the next iterator of the epoch.
 
-        With ``max_size_cycle``, a short loader starts again whenever it ends, and
-        Lightning ends the epoch when every loader has reached its end. If the loader
-        had started again before the checkpoint was saved, a resuming run therefore
-        needs three kinds of iterators: first one that ends immediately, then the rest
-        of the one that was read, then whole ones.
-
-        ``draw_seed`` is called if that rest is empty and a whole iterator replaces it.
+        ``draw_seed`` is called if a whole iterator replaces the rest of a resumed one,
+        because that rest is empty.
         """
         if not self._resumed_starts:
             return self._start_at_beginning()
@@ -227,7 +208,7 @@ class LoaderPosition:
 
     def _start_at_beginning(self) -> Iterator[Any]:
         number = self._starts[-1].number + 1 if self._starts else 0
-        start = IteratorStart(number, self.batches_given, trace=self._trace())
+        start: StartT = self.start_class(number, self.batches_given, trace=self._trace())
         self._starts.append(start)
         return self._begin(start)
 
@@ -239,18 +220,19 @@ class LoaderPosition:
 
     # Saving.
 
-    def starts(self) -> dict[int, Any]:
+    def random_states_of_starts(self) -> dict[int, Any]:
         """Return the random states from which each remembered iterator drew its order.
 
         The keys are the numbers of earlier iterators in the epoch.
         """
         return {start.number: start.random_states for start in self._starts}
 
-    def state_dict(self, done: int, batches_given: int) -> dict[str, Any]:
+    def state_dict(self, done: int, given_when_recorded: int) -> dict[str, Any]:
         """Return this rank's position after ``done`` batches of the epoch.
 
-        ``batches_given`` is the value that the attribute had when the random states of
-        the checkpoint were recorded.
+        ``given_when_recorded`` is the value that ``batches_given`` had when the random
+        states of the checkpoint were recorded. A subclass may add ``own``, the
+        ``saved_state`` of a resuming run's :class:`IteratorStart`.
 
         ==========  ================================================================
         ``epoch``   the epoch
@@ -260,13 +242,13 @@ class LoaderPosition:
         ``data``    the properties that give the position its meaning
         ``drawn``   the fingerprint of all that was drawn by then; ``None`` if unknown
         ``random``  the random states from which the iterator drew
-        ``own``     what a subclass adds
         ==========  ================================================================
         """
         start, batches = self._start_before(done)
         batches_until = start.batches_before + batches
         # The random states may be older, for example if the first loader has ended.
-        given = batches_given if batches_given >= batches_until else self.batches_given
+        is_older = given_when_recorded < batches_until
+        given = self.batches_given if is_older else given_when_recorded
         ahead = given + self.taken_ahead + self.prefetched - batches_until
         return {
             "epoch": self.epoch,
@@ -278,13 +260,13 @@ class LoaderPosition:
             "random": start.random_states,
         }
 
-    def _start_before(self, done: int) -> tuple[IteratorStart, int]:
+    def _start_before(self, done: int) -> tuple[StartT, int]:
         """Find the iterator that gave the ``done``-th batch, or the last one given.
 
         Return its start, and how many batches it gave up to that batch.
         """
         if not self._starts:
-            return IteratorStart(), 0
+            return self.start_class(), 0
         earlier = [start for start in self._starts if start.batches_before < done]
         start = earlier[-1] if earlier else self._starts[0]
         return start, max(0, min(done, self.batches_given) - start.batches_before)
@@ -319,12 +301,12 @@ class LoaderPosition:
 
     # The way to read, which subclasses override.
 
-    def _begin(self, start: IteratorStart) -> Iterator[Any]:
+    def _begin(self, start: StartT) -> Iterator[Any]:
         """Create an iterator over all data, and record its random states."""
         self._record(start)
         return self._record_first(start, iter(self.loader))
 
-    def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
+    def _redraw(self, start: StartT) -> Callable[[], Iterator[Any]]:
         """Draw the items before ``start`` again, and return a function for the rest.
 
         The function starts the rest of the iterator. The caller restores the random
@@ -334,11 +316,11 @@ class LoaderPosition:
         batches = self._draw_ahead(start, self._read_again(start, start.position))
         return lambda: batches
 
-    def _position(self, start: IteratorStart, batches: int) -> int:
+    def _position(self, start: StartT, batches: int) -> int:
         """Return the position that an iterator reaches after a number of batches."""
         return start.position + batches
 
-    def _drawn_by(self, start: IteratorStart, position: int) -> int | None:
+    def _drawn_by(self, start: StartT, position: int) -> int | None:
         """Return the fingerprint of the items that an iterator drew.
 
         It covers all items up to a position, and is ``None`` if it is unknown or the
@@ -362,7 +344,7 @@ class LoaderPosition:
 
     # Helpers.
 
-    def _record_first(self, start: IteratorStart, batches: Iterator[Any]) -> Iterator[Any]:
+    def _record_first(self, start: StartT, batches: Iterator[Any]) -> Iterator[Any]:
         # An __iter__ that is a generator function only draws for its first item.
         self._record(start)
         yield from start.trace.follow(batches, checksum_of_batch)
@@ -370,7 +352,7 @@ class LoaderPosition:
     def _trace(self) -> Trace:
         return Trace(self._remembered + AHEAD + self.prefetched)
 
-    def _read_again(self, start: IteratorStart, dropped: int) -> Iterator[Any]:
+    def _read_again(self, start: StartT, dropped: int) -> Iterator[Any]:
         """Repeat an iterator of the saving run, and drop its first batches.
 
         It draws the same random numbers.
@@ -384,7 +366,7 @@ class LoaderPosition:
         self._drop(batches, dropped)
         return batches
 
-    def _draw_ahead(self, start: IteratorStart, items: Iterator[Any]) -> Iterator[Any]:
+    def _draw_ahead(self, start: StartT, items: Iterator[Any]) -> Iterator[Any]:
         """Draw what the saving run had drawn ahead, and return it with the rest.
 
         The rest was not drawn before the random states were saved. An iterator may also
@@ -392,7 +374,7 @@ class LoaderPosition:
         """
         return chain(list(islice(items, start.ahead)), items)
 
-    def _record(self, start: IteratorStart) -> None:
+    def _record(self, start: StartT) -> None:
         start.random_states.append(record_random_state(self.generators))
 
     def _restore(self, recorded: Sequence[Any]) -> None:
@@ -410,3 +392,7 @@ class LoaderPosition:
                     f" or {FROM_THE_EPOCHS_START}"
                 ) from None
             self.on_progress()
+
+
+def _start_at_end(draw_seed: DrawSeed) -> Iterator[Any]:
+    return iter(())

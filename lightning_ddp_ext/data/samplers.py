@@ -23,6 +23,8 @@ from lightning_ddp_ext.data.permutation import Permutation
 from lightning_ddp_ext.data.seeding import mix, seeded
 from lightning_ddp_ext.errors import ConfigurationError
 
+_LENGTH_REMEDY = "give it a __len__ that returns the number of items"
+
 
 class ScalableDistributedSampler(GlobalOrderSampler):
     """A ``DistributedSampler`` that shuffles without a list of indices.
@@ -50,6 +52,8 @@ class ScalableDistributedSampler(GlobalOrderSampler):
     Raises:
         ConfigurationError: the dataset has no length, or another argument is invalid.
 
+    Two ranks read two samples each, and three ranks read the rest of the epoch:
+
     >>> def samplers(count):
     ...     ranks = range(count)
     ...     options = {"num_replicas": count, "seed": 3}
@@ -76,15 +80,25 @@ class ScalableDistributedSampler(GlobalOrderSampler):
         *,
         uneven: Uneven = "pad",
     ) -> None:
-        length = length_of(
+        self._length = length_of(
             dataset, "dataset", "an iterable dataset splits its data itself and takes no sampler"
         )
         super().__init__(
-            dataset, length, num_replicas, rank, shuffle, seed, "drop" if drop_last else uneven
+            dataset,
+            num_replicas=num_replicas,
+            rank=rank,
+            shuffle=shuffle,
+            seed=seed,
+            uneven="drop" if drop_last else uneven,
         )
 
+    @property
     @override
-    def _order(self) -> Order:
+    def length(self) -> int:
+        return self._length
+
+    @override
+    def compute_order(self) -> Order:
         if not self.shuffle:
             return in_order
         return Permutation(self.length, mix(self.seed, self.epoch)).apply
@@ -123,17 +137,12 @@ class TorchOrderSampler(ScalableDistributedSampler):
     kind: ClassVar[str] = "torch"
 
     @override
-    def _order(self) -> Order:
+    def compute_order(self) -> Order:
         if not self.shuffle:
             return in_order
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order: NDArray[np.int64] = torch.randperm(self.length, generator=generator).numpy()
         return order.__getitem__
-
-
-def in_order(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the positions unchanged, for the dataset's own order."""
-    return positions
 
 
 class DistributedBatchSamplerWrapper(GlobalOrderSampler):
@@ -175,16 +184,21 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
         seed: int = 0,
         uneven: Uneven = "pad",
     ) -> None:
-        self.dataset: Any = batch_sampler  # read by ``length``
-        super().__init__(batch_sampler, self.length, num_replicas, rank, True, seed, uneven)
+        length_of(batch_sampler, self._field, _LENGTH_REMEDY)  # raises if it has none
+        super().__init__(
+            batch_sampler,
+            num_replicas=num_replicas,
+            rank=rank,
+            shuffle=True,
+            seed=seed,
+            uneven=uneven,
+        )
 
     @property
     @override
     def length(self) -> int:
         """The current length of the wrapped sampler."""
-        return length_of(
-            self.dataset, self._field, "give it a __len__ that returns the number of items"
-        )
+        return length_of(self.dataset, self._field, _LENGTH_REMEDY)
 
     @override
     def identity(self) -> dict[str, Any]:
@@ -197,16 +211,15 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
                 sampler.set_epoch(self.epoch)
 
     @override
-    def draw(self, epoch: int) -> tuple[Order | None, int | None]:
-        self.set_epoch(epoch)
-        items = self._items()
+    def draw_order(self) -> tuple[Order | None, int | None]:
+        items = self._draw_items()
         return items.__getitem__, fingerprint_of_list(items.tolist())
 
     @override
-    def _order(self) -> Order:
-        return self._items().__getitem__
+    def compute_order(self) -> Order:
+        return self._draw_items().__getitem__
 
-    def _items(self) -> NDArray[Any]:
+    def _draw_items(self) -> NDArray[Any]:
         """Draw the items of all ranks."""
         length = self.length
         with seeded(mix(self.seed, self.epoch), *samplers_below(self.dataset)):
@@ -221,10 +234,6 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
         return drawn
 
 
-def _copy_of_collection(item: Any) -> Any:
-    return item.copy() if isinstance(item, (list, np.ndarray)) else item
-
-
 class SharedSampler(DistributedBatchSamplerWrapper):
     """Splits the indices of any sampler with a length among the ranks in the same way.
 
@@ -235,3 +244,12 @@ class SharedSampler(DistributedBatchSamplerWrapper):
 
     kind: ClassVar[str] = "shared"
     _field: ClassVar[str] = "sampler"
+
+
+def in_order(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the positions unchanged, for the dataset's own order."""
+    return positions
+
+
+def _copy_of_collection(item: Any) -> Any:
+    return item.copy() if isinstance(item, (list, np.ndarray)) else item

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_ddp_ext.checkpoint.rank_records import Kind
-from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, own_copy
+from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, TrainingLoader, own_copy
 from lightning_ddp_ext.data.loader_kinds import rewind
 from lightning_ddp_ext.data.seeding import WorkerSeeding
 
@@ -108,7 +108,7 @@ class EpochCursor:
     def attach(self, trainer: Any) -> None:
         """Reset the state for a Trainer that has not loaded a checkpoint."""
         if trainer.state.fn == "fit":
-            # Otherwise a checkpoint still describes the earlier training.
+            # A checkpoint that is saved after an evaluation has the seed of the fit before it.
             self.known_seed = None
         self._reset()
 
@@ -170,11 +170,11 @@ class EpochCursor:
         """Start an iterator over a loader, because its first batch was requested.
 
         An iterator of the fit loop starts at the training position, any other one at
-        the beginning. User code reads the epoch that was set before, without changing
-        what a loop reads.
+        the beginning. If user code iterates over a loader, no epoch is set and a copy
+        of the loader is read, because a loop may be reading the loader itself.
         """
-        is_training_loader = loader.position is not None
-        loop = self._trainer.fit_loop if is_training_loader else active_loop_of(self._trainer)
+        trainer = self._trainer
+        loop = trainer.fit_loop if isinstance(loader, TrainingLoader) else active_loop_of(trainer)
         is_read_by_loop = any(iterator is other for other in iterators_of(loop))
         if is_read_by_loop:
             # Without a length, Lightning reads a resumed epoch's first batch before it
@@ -183,23 +183,22 @@ class EpochCursor:
             loader.set_epoch(self.epoch, is_set_by_lightning=is_set_by_lightning)
         rank = self._strategy.global_rank
         with loader.workers_of(self.epoch, rank=rank, seeding=self.seeding):
-            if is_training_loader and is_read_by_loop:
-                return self._start_training(iterator)
+            if isinstance(loader, TrainingLoader) and is_read_by_loop:
+                return self._start_training(loader, iterator)
             rewind(loader.loader)
             if is_read_by_loop:
-                start = loader.start_evaluation or iter
-                return start(loader.loader)
+                return loader.start_evaluation(loader.loader)
             return iter(own_copy(loader.loader))
 
-    def _start_training(self, iterator: LazyIterator) -> Iterator[Any]:
+    def _start_training(self, loader: TrainingLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Start an iterator of the fit loop, with all others if an epoch begins."""
         if combined_iterator_of(self._trainer.fit_loop) is not self._combined_iterator:
             self._enter_epoch()
-            return self._start_together(iterator)
+            return self._start_together(loader, iterator)
         # A loader shorter than the epoch begins again. Its ended iterator has already called
         # `before_next` for this batch.
         iterator.is_announced = True
-        return self._start_at_position(iterator)
+        return self._start_at_position(loader, iterator)
 
     def _enter_epoch(self) -> None:
         """Find the position at which the epoch begins or continues."""
@@ -216,9 +215,9 @@ class EpochCursor:
         self._saver.record("epoch")
         self._parts.recorder.record(Kind.EPOCH)
 
-    def _start_together(self, iterator: LazyIterator) -> Iterator[Any]:
+    def _start_together(self, loader: TrainingLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Start the iterators of all training loaders, and return the batches of one."""
-        batches = self._start_at_position(iterator)
+        batches = self._start_at_position(loader, iterator)
         for other in iterators_of(self._trainer.fit_loop):
             if other is not iterator:
                 other.start()
@@ -226,25 +225,30 @@ class EpochCursor:
             self._resumed.after_iterators()
         return batches
 
-    def _start_at_position(self, iterator: LazyIterator) -> Iterator[Any]:
+    def _start_at_position(self, loader: TrainingLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Start an iterator over a training loader at the loader's position."""
         if self._resumed is not None and self._resumed.has_no_batches_left:
             return iter(())
-        position = iterator.loader.position
-        rest = position.start_iterator(iterator.loader.draw_seed)
-        batches = self._uneven.give_batches(rest, position)
+        rest = loader.position.start_iterator(loader.draw_seed)
+        batches = self._uneven.give_batches(rest, loader.position)
         self._parts.recorder.has_new_iterator = True
-        is_first_loader = position is positions_of(self._trainer)[0]
+        is_first_loader = loader.position is positions_of(self._trainer)[0]
         if is_first_loader:
             iterator.before_next = self._before_batch
         return batches
 
     def _before_batch(self) -> None:
-        """Stop if the ranks agreed to, and record the random state of a new step."""
+        """Stop if the ranks agreed to, schedule a validation, and record a new step's state.
+
+        Only a validation at an interval of time is scheduled, so that it begins on all
+        ranks together.
+        """
         accumulated = self._trainer.accumulate_grad_batches
         self._parts.stops.before_batch()
         schedule_timed_validation(self._trainer, self._validated_at)
-        if self._trainer.fit_loop.epoch_loop.batch_progress.current.processed % accumulated == 0:
+        processed = self._trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        begins_step = processed % accumulated == 0
+        if begins_step:
             self._parts.recorder.record(Kind.WINDOW)
             if accumulated > 1:
                 self._saver.record("step")
@@ -268,7 +272,11 @@ class EpochCursor:
             self._resumed.on_train_batch_start()
 
     def on_validation_end(self) -> None:
-        """Record the time of the validation, with which a resume may have begun."""
+        """Record when the validation ended, and let a resumed epoch end as usual.
+
+        If the resume began with this validation, the end of the epoch would otherwise skip
+        schedulers that monitor a metric.
+        """
         self._validated_at = time.monotonic()
         if self._resumed is not None:
             self._resumed.on_validation_end()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.data.even_batches import EvenBatches
-from lightning_ddp_ext.data.loader import DistributedLoader, own_copy
+from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.loader_kinds import global_order_of
 from lightning_ddp_ext.data.loader_properties import (
     each_of,
@@ -97,7 +97,7 @@ class Evaluation:
         samples = None if even is None else even.samples
         samples_by_rank = ranks_of(self._strategy).gather(samples)
         if even is not None and len(set(samples_by_rank)) == 1:
-            loader.loader = own_copy(loader.loader)  # a stateful loader has not been copied yet
+            loader.copy_loader()
             permanent = make_permanent(loader.loader, even)
             loader.start_evaluation = partial(self._start_even, even, permanent)
 

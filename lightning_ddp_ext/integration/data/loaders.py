@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from lightning_ddp_ext.arguments import check_choice
 from lightning_ddp_ext.checkpoint.rank_records import Kind
-from lightning_ddp_ext.data.loader import DistributedLoader, source_of
+from lightning_ddp_ext.data.loader import DistributedLoader, TrainingLoader, source_of
 from lightning_ddp_ext.data.loader_kinds import global_order_of, position_of
 
 from ..checkpoints.collective import Checkpoints
@@ -106,12 +106,12 @@ class TrainerLoaders:
         """
         source = source_of(dataloader)  # another Trainer or stage may have prepared it already
         divided = self._samplers.divide(as_lightning, source, shuffle, stage)
-        loader = DistributedLoader(divided, self.cursor.start)
-        loader.is_dealt = divided is not source
-        if stage in EVALUATED:
-            self._prepare_evaluation(loader, stage)
-        else:
+        kind = DistributedLoader if stage in EVALUATED else TrainingLoader
+        loader = kind(divided, self.cursor.start, is_dealt=divided is not source)
+        if isinstance(loader, TrainingLoader):
             self._prepare_training(loader)
+        else:
+            self._prepare_evaluation(loader, stage)
         return loader.shown()
 
     def _prepare_evaluation(self, loader: DistributedLoader, stage: RunningStage) -> None:
@@ -119,9 +119,10 @@ class TrainerLoaders:
         loader.on_iterator = self._before_validation
         # Loaders that are made again in this run have new workers.
         is_made_again = bool(validation_loaders_of(self._strategy.current_trainer))
-        loader.had_workers = self.saver.had_validation_workers and not is_made_again
+        if self.saver.had_validation_workers and not is_made_again:
+            loader.worker_seed.mark_seeded_in_resumed_run()
 
-    def _prepare_training(self, loader: DistributedLoader) -> None:
+    def _prepare_training(self, loader: TrainingLoader) -> None:
         self.cursor.free_loaders()
         self.uneven.agree_on_length(loader)
         trainer = self._strategy.current_trainer
@@ -130,7 +131,7 @@ class TrainerLoaders:
             world_size=self._strategy.world_size,
             remembered=_most_batches_per_step(trainer) + _BATCHES_BEHIND,
         )
-        loader.position.generators.append(loader.seeds)
+        loader.position.generators.append(loader.worker_seed.generator)
 
     def _before_validation(self, loader: DistributedLoader) -> None:
         """Record the weights and the random state before any validation hook runs.

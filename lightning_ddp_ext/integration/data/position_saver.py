@@ -112,7 +112,9 @@ class PositionSaver:
         loaders = validation_loaders_of(self._trainer)
         if not loaders:
             return self.had_validation_workers
-        is_seeded = any(each.has_seeded_workers(before_latest=before_latest) for each in loaders)
+        is_seeded = any(
+            each.worker_seed.was_seeded(before_latest=before_latest) for each in loaders
+        )
         return is_seeded and not is_due_to_reload(self._trainer, epoch)
 
     def _current_state(self, epoch: int) -> RecordedState:

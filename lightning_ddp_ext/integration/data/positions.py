@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_ddp_ext.data.loader import DistributedLoader
+from lightning_ddp_ext.data.loader import DistributedLoader, TrainingLoader
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.proxy import iterable_of
 
@@ -23,7 +23,7 @@ def epoch_of(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
-def training_loaders_of(trainer: Any) -> list[DistributedLoader]:
+def training_loaders_of(trainer: Any) -> list[TrainingLoader]:
     """Return the training loaders, in the order of the combined loader."""
     return _loaders_of(trainer.fit_loop)
 
@@ -38,7 +38,7 @@ def validation_loaders_of(trainer: Any) -> list[DistributedLoader]:
     return _loaders_of(trainer.fit_loop.epoch_loop.val_loop)
 
 
-def _loaders_of(loop: Any) -> list[DistributedLoader]:
+def _loaders_of(loop: Any) -> list[Any]:
     combined = combined_loader_of(loop)
     return [] if combined is None else [iterable_of(loader) for loader in combined.flattened]
 

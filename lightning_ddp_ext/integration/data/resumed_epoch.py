@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from lightning_ddp_ext.data.loader import DistributedLoader
+from lightning_ddp_ext.data.loader import TrainingLoader
 from lightning_ddp_ext.data.loader_properties import length_or_inf
 from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition
 from lightning_ddp_ext.data.seeding import WorkerSeeding
@@ -175,12 +175,12 @@ class ResumedEpoch:
         return different[0] if different else None
 
     def _continue_loader(
-        self, loader: DistributedLoader, state: Mapping[str, Any], seeding: WorkerSeeding | None
+        self, loader: TrainingLoader, state: Mapping[str, Any], seeding: WorkerSeeding | None
     ) -> bool:
         """Continue in a loader, and return whether it draws the same as the resumed run."""
         epoch = self.restart.epoch
         rank = self._strategy.global_rank
-        position: LoaderPosition = loader.position
+        position = loader.position
         position.on_progress = partial(report_progress, self._trainer)
         needs_own_state = position.is_by_rank and state["at"] > 0
         if needs_own_state and self._saved.random_state_of(rank) is None:

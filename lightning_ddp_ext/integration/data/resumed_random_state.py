@@ -102,7 +102,7 @@ class ResumedRandomState:
         restore_random_state(self._state, training_generators(self._strategy, positions))
         if has_new_loaders and self._epoch > 0:
             for loader in training_loaders_of(self._trainer):
-                loader.repeat_global_draw()
+                loader.worker_seed.repeat_global_draw()
 
     @property
     def _makes_loaders_again(self) -> bool:

@@ -148,7 +148,7 @@ class Recorder:
     def _record_iterators(self, run: RecordedRun) -> None:
         """Record where the iterators over training data start."""
         positions = positions_of(self._strategy.current_trainer)
-        starts = pickle.dumps([position.starts() for position in positions])
+        starts = pickle.dumps([position.random_states_of_starts() for position in positions])
         run.own.write(Kind.LOADERS, positions[0].epoch, starts)
 
     def on_train_batch_start(self) -> None:
