@@ -27,13 +27,13 @@ from lightning_ddp_ext.supervision.child_scripts import (
 )
 from lightning_ddp_ext.supervision.exception_report import print_line
 from lightning_ddp_ext.supervision.failure import supervised
-from lightning_ddp_ext.supervision.parent_watch import (
+from lightning_ddp_ext.supervision.parent_watch import watch_launcher
+from lightning_ddp_ext.supervision.rank_processes import RaisedAt, RankProcesses
+from lightning_ddp_ext.supervision.rank_variables import (
     LAUNCHER_PID,
     RANK_VARIABLES,
     set_rank_variables,
-    watch_launcher,
 )
-from lightning_ddp_ext.supervision.rank_processes import RaisedAt, RankProcesses
 
 from ..callbacks.rank_debugger import NO_LIMIT, rank_debugger_of
 from ..checkpoints.run_files import RunFiles
