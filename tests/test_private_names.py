@@ -40,7 +40,7 @@ ALLOWED = {
         "_validate_loaded_sparse_tensors": "the check of sparse tensors that torch.load does",
     },
     "checksum": {"_version": "torch's count of changes in place"},
-    "integration.checkpoints.loaded_content": {
+    "integration.checkpoints.loading_overrides": {
         "_load_from_state_dict": "whether a module changes the weights that it loads",
         "_load_state_dict_pre_hooks": "whether a module changes the weights that it loads",
     },

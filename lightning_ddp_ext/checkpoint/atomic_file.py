@@ -68,15 +68,16 @@ def atomic_write(path: Path) -> Iterator[Sink]:
     # O_EXCL does not follow a link that another user may have created there.
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        yield Sink(lambda data: os.write(descriptor, data))
-        os.fsync(descriptor)
+        try:
+            yield Sink(lambda data: os.write(descriptor, data))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)  # before the file is in place, since it may raise
         os.replace(partial, path)
     except BaseException:
         with suppress(OSError):
             os.unlink(partial)
         raise
-    finally:
-        os.close(descriptor)
     try:
         _sync_directory(path.parent)
     except OSError as error:

@@ -48,14 +48,20 @@ def locate(path: PathOrUrl) -> Location:
     """Return the location of a path or URL (``s3://bucket/key``).
 
     Raises:
-        CheckpointError: no library for this kind of URL is installed.
+        CheckpointError: no library for this kind of URL is installed, or the URL is
+            invalid.
     """
     url = os.fspath(path)
     try:
         fs, inner = url_to_fs(url)
-    except (ImportError, ValueError) as error:
+    except ImportError as error:
         raise CheckpointError(
             f"checkpoint path {url!r} needs a library that is not installed: {error}"
+        ) from error
+    except Exception as error:  # each kind of store raises its own errors
+        raise CheckpointError(
+            f"checkpoint path {url!r} is not a valid path or URL ({type(error).__name__}: {error});"
+            " write it as /path/to/file or s3://bucket/key"
         ) from error
     return Location(fs, inner, url)
 

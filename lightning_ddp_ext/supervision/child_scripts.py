@@ -22,8 +22,8 @@ from lightning_ddp_ext.supervision.process_exits import (
 )
 from lightning_ddp_ext.supervision.signals import STOP_STATUSES, status_of
 
-# After sys.exit(1), this process seems to have succeeded, so a stuck child must not
-# block its exit for longer.
+# Seconds for which a stuck child may delay the exit of this process. They also apply after
+# sys.exit(1), which an exit handler cannot distinguish from success.
 EXIT_WITHIN = 600.0
 
 
@@ -58,43 +58,40 @@ class ChildScripts:
     def join_at_exit(self) -> None:
         """Wait for the children, and exit with the status of one that failed."""
         status = self.join_or_kill()
-        if status != 0:
+        if status is not None:
             set_exit_status(status)
 
-    def join_or_kill(self) -> int:
+    def join_or_kill(self) -> int | None:
         """Wait for the children for a limited time, then kill those that are running.
 
         The time is shorter after an exception.
 
         Returns:
-            The status of the first child that failed, as shells write it; 0 after an
-            exception, which has set another.
+            The status of the failed child with the lowest local rank, as shells write
+            it. ``None`` if none failed, or if an exception has set this process's own.
         """
-        has_raised = _has_raised()
-        with suppress(KeyboardInterrupt):
-            if has_raised:
+        if _has_raised():
+            with suppress(KeyboardInterrupt):
                 stop_processes(self.children, END_WITHIN, self.save_within)
-            else:
-                wait_for_exits(self.children, self.exit_within)
-        for child in self.children:
+            return None
+        why_killed = f"did not exit within {self.exit_within:g} s and was killed"
+        try:
+            wait_for_exits(self.children, self.exit_within)
+        except KeyboardInterrupt:
+            why_killed = "was killed after Ctrl-C"
+        killed = [child for child in self.children if child.poll() is None]
+        for child in killed:
             child.kill()
-        return 0 if has_raised else self._status_of_failure()
-
-    def _status_of_failure(self) -> int:
-        """Return the status of the first child that failed, or 0.
-
-        Print which one it is, unless a signal stopped all ranks.
-        """
-        wait_for_exits(self.children, END_WITHIN)  # one that was killed may be in the kernel
+        wait_for_exits(killed, END_WITHIN)
         for local_rank, child in enumerate(self.children, start=1):
-            status = -signal.SIGKILL if child.returncode is None else child.returncode
+            status = -signal.SIGKILL if child in killed else child.returncode
             if status == 0:
                 continue
-            if status not in STOP_STATUSES:
-                verdict = status_in_words(status)
+            if status not in STOP_STATUSES:  # otherwise it has stopped in order after a signal
+                verdict = why_killed if child in killed else status_in_words(status)
                 sys.stderr.write(f"local rank {local_rank} (pid {child.pid}) {verdict}\n")
             return status if status > 0 else status_of(-status)
-        return 0
+        return None
 
 
 def _has_raised() -> bool:

@@ -35,33 +35,41 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class Deadlock:
-    """Ranks that wait for each other in different calls."""
+    """Ranks that wait for each other in different calls.
+
+    Attributes:
+        reports: the reports of these ranks.
+        calls: the call of each of these ranks, with file and line.
+        purposes: the purposes of their collectives.
+    """
 
     reports: list[Report]
     calls: dict[int, str]
-    """The call of each of these ranks, with file and line."""
     purposes: list[str]
-    """The purposes of their collectives."""
 
     @property
     def event(self) -> PeerEvent:
-        """The event that all ranks raise."""
+        """The event that all ranks raise; it accuses a rank that is in the rarest call."""
         calls: dict[object, str] = {
             report.who: self.calls[report.who.rank] for report in self.reports
         }
         _, ranks_in_rarest_call = grouped(calls)[0]
-        by_purpose = (remedy for purpose, remedy in _REMEDIES.items() if purpose in self.purposes)
-        awaited = [report.awaited for report in self.reports if report.awaited is not None]
-        remedies = "; ".join([*remedies_of(awaited), *by_purpose]) or SAME_CALLS
+        accused = ranks_in_rarest_call[0]
+        activities = activities_in_words(calls, "is in")
+        remedies = self._remedies()
         return event_of(
             "absent",
-            ranks_in_rarest_call[0],
-            "ranks are waiting for each other in different calls:"
-            f" {activities_in_words(calls, 'is in')}; {remedies}",
+            accused,
+            f"ranks are waiting for each other in different calls: {activities}; {remedies}",
         )
 
+    def _remedies(self) -> str:
+        awaited = [report.awaited for report in self.reports if report.awaited is not None]
+        by_purpose = (remedy for purpose, remedy in _REMEDIES.items() if purpose in self.purposes)
+        return "; ".join([*remedies_of(awaited), *by_purpose]) or SAME_CALLS
+
     def persists_in(self, later: Deadlock | None) -> bool:
-        """Whether a later survey found the same calls, and no rank was computing."""
+        """Whether a later survey found the same calls, with no blocked rank computing since."""
         if later is None or self.calls != later.calls:
             return False
         pairs = zip(self.reports, later.reports, strict=True)
@@ -140,16 +148,21 @@ def _circle_in(reports: Sequence[Report]) -> Deadlock | None:
     """Return the ranks that wait for each other, or for a rank that has left the run."""
     stuck = [report for report in reports if report.is_blocked or not report.is_in_run]
     # A rank that turns out not to be stuck may let those continue that wait for it.
-    while (certain := [report for report in stuck if _is_in_circle(report, stuck)]) != stuck:
-        stuck = certain
+    while (part := [each for each in stuck if _is_part_of_deadlock(each, stuck)]) != stuck:
+        stuck = part
     if not stuck:
         return None
     purposes = [pending.collective.purpose for pending in _pending_in(stuck)]
     return Deadlock(stuck, {report.who.rank: _call_of(report) for report in stuck}, purposes)
 
 
-def _is_in_circle(report: Report, stuck: Collection[Report]) -> bool:
-    """Whether a rank waits for a stuck one, or has left the run and a stuck one waits."""
+def _is_part_of_deadlock(report: Report, stuck: Collection[Report]) -> bool:
+    """Whether a rank waits for a stuck one, or has left the run and a stuck one waits.
+
+    For example, rank 0 waits in an ``all_reduce`` that rank 1 has not entered, and rank
+    1 in a named barrier that rank 0 has not entered. Each waits for the other, so both
+    are part of the deadlock. If rank 1 were computing, neither would be.
+    """
     waits = any(_is_waiting_for(report, other) for other in stuck)
     is_missed = not report.is_in_run and any(_is_waiting_for(other, report) for other in stuck)
     return waits or is_missed

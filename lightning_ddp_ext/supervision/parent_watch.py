@@ -1,14 +1,8 @@
-"""Mark the ranks that this package starts, and end them soon after their launcher.
-
-The launcher passes its process id to each rank in a variable. A program that a rank
-starts inherits the rank's variables, although it is not that rank. So the rank adds its
-own process id to them, which the program then finds to be another one.
-"""
+"""Exit soon after the process that started this rank exits."""
 
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import threading
 import time
@@ -17,23 +11,13 @@ from functools import partial
 
 from lightning_ddp_ext.forced_exit import count_down
 from lightning_ddp_ext.rendezvous.process_context import current
-from lightning_ddp_ext.threads import start_thread
-
-# The variable with the id of the launcher, for ranks that this package starts.
-LAUNCHER_PID = "DDPX_LAUNCHER_PID"
-# The variable with the id of the rank for which the others were set.
-_RANK_PID = "DDPX_RANK_PID"
-# The variables that a rank has from its launcher, except for RANK.
-RANK_VARIABLES = (
-    "LOCAL_RANK",
-    "NODE_RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    _RANK_PID,
+from lightning_ddp_ext.supervision.rank_variables import (
+    LAUNCHER_PID,
+    PRIVATE_FILE,
+    drop_inherited_variables,
+    set_rank_variables,
 )
-# The variable with the file of rank 0's address, if this package chose the file.
-PRIVATE_FILE = "DDPX_PRIVATE_FILE"
+from lightning_ddp_ext.threads import start_thread
 
 # Seconds until the exit, also after a save; longer than after a rank's death, since the
 # launcher may be a rank.
@@ -47,42 +31,15 @@ _watched: set[int] = set()
 def watch_own_launcher() -> None:
     """Exit soon after the process that started this rank exits; called at the import.
 
-    In a program that a rank has started, remove the rank's variables instead: it may
-    start ranks itself. Do nothing in other processes.
+    In a program that a rank has started, remove the rank's variables instead. Do
+    nothing in other processes.
     """
     launcher = os.environ.pop(LAUNCHER_PID, None)  # meant for this process, not for its children
     if launcher is not None:
         set_rank_variables(os.environ["LOCAL_RANK"])
         watch_launcher(int(launcher))
-    elif _has_inherited_rank_variables():
-        for name in (PRIVATE_FILE, *RANK_VARIABLES):
-            os.environ.pop(name, None)
-
-
-# The variables.
-
-
-def set_rank_variables(local_rank: str) -> None:
-    """Set this process's local rank, and mark the rank's variables as its own."""
-    os.environ["LOCAL_RANK"] = local_rank
-    os.environ[_RANK_PID] = str(os.getpid())
-
-
-def has_set_rank_variables() -> bool:
-    """Whether the rank's variables are from :func:`set_rank_variables` in this process."""
-    return os.environ.get(_RANK_PID) == str(os.getpid())
-
-
-def _has_inherited_rank_variables() -> bool:
-    """Whether a rank has started this program.
-
-    The rank's children of multiprocessing do not count.
-    """
-    is_program = multiprocessing.parent_process() is None
-    return is_program and _RANK_PID in os.environ and not has_set_rank_variables()
-
-
-# The launcher's exit.
+    else:
+        drop_inherited_variables()
 
 
 def watch_launcher(pid: int) -> None:

@@ -8,7 +8,8 @@ import pickle
 import signal
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from multiprocessing import connection
 from typing import Any
@@ -24,6 +25,7 @@ from lightning_ddp_ext.supervision.process_exits import (
 )
 from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals, without_handler
 
+# Seconds in which the ranks may exit after Ctrl-C, before those that are not saving are stopped.
 _END_WITHIN_AFTER_INTERRUPT = 2.5
 
 
@@ -43,8 +45,8 @@ class RaisedAt:
     >>> raised_at = RaisedAt("fork", 2)
     >>> raised_at.record(0, RankDiedError("rank 1 died"))
     >>> raised_at.record(1, ValueError("worker: RankDiedError: rank 7 died"))
-    >>> raised_at.own[0], raised_at.following[1]
-    (0.0, 0.0)
+    >>> [time > 0 for time in raised_at.own], [time > 0 for time in raised_at.following]
+    ([False, True], [True, False])
     """
 
     def __init__(self, start_method: str, count: int) -> None:
@@ -59,7 +61,10 @@ class RaisedAt:
     def record(self, index: int, error: Exception) -> None:
         """Record that process ``index`` raises an error; that process calls this."""
         is_following = any(isinstance(link, RankFailedError) for link in chain_of(error))
-        (self.following if is_following else self.own)[index] = time.monotonic()
+        if is_following:
+            self.following[index] = time.monotonic()
+        else:
+            self.own[index] = time.monotonic()
 
 
 class Blame(IntEnum):
@@ -111,9 +116,9 @@ class RankProcesses:
             ProcessRaisedException, ProcessExitedException: torch's errors for a process
                 that raised, or exited with another status.
         """
-        stopped = self._wait_and_pass_signals_on()
-        status = self._stopped_by()
-        if status is not None and {process.exitcode for process in self._processes} == {status}:
+        stopped = self._run_to_end()
+        status = self._stop_status()
+        if status is not None:
             raise SystemExit(status)
         failed = [index for index in self._failed() if index not in stopped]
         if failed:
@@ -127,27 +132,33 @@ class RankProcesses:
                 " interrupt",
             )
 
-    def _wait_and_pass_signals_on(self) -> list[int]:
-        """Wait for all processes, and stop them after a failure.
+    def _run_to_end(self) -> list[int]:
+        """Wait until all processes exit, and stop those that run on after a failure.
 
         Return the processes that had to be stopped, whose failures do not count.
         """
-        stopped: list[int] = []
+        with self._passing_signals_on():
+            try:
+                self._wait_for_first_failure()
+                if not self._failed():
+                    return []
+                seconds = END_WITHIN if self._stop_status() is None else self._stop_within
+                return stop_processes(self._processes, seconds, self._stop_within)
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    self._pass_on(signal.SIGTERM)  # in a notebook, it reaches this process only
+                stop_processes(self._processes, _END_WITHIN_AFTER_INTERRUPT, self._stop_within)
+                raise
+
+    @contextmanager
+    def _passing_signals_on(self) -> Iterator[None]:
+        """In this block, pass signals to this process on to the ranks."""
         signals = StopSignals(self._pass_on)
         signals.install(signal.SIGTERM, *without_handler(signal.SIGHUP, signal.SIGUSR1))
         try:
-            self._wait_for_first_failure()
-            if self._failed():
-                seconds = self._stop_within if self._stopped_by() else END_WITHIN
-                stopped = stop_processes(self._processes, seconds, self._stop_within)
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                self._pass_on(signal.SIGTERM)  # in a notebook, it reaches this process only
-            stop_processes(self._processes, _END_WITHIN_AFTER_INTERRUPT, self._stop_within)
-            raise
+            yield
         finally:
             signals.restore()
-        return stopped
 
     def _wait_for_first_failure(self) -> None:
         """Wait until one process has failed, or all have exited."""
@@ -157,22 +168,27 @@ class RankProcesses:
                 running.pop(sentinel).join()
 
     def _pass_on(self, signum: int) -> None:
-        """Pass a signal on to the first running rank, which makes all ranks stop."""
+        """Pass a signal on to the first running rank, which makes all ranks stop.
+
+        The thread of ``StopSignals`` calls this, and the main thread after Ctrl-C.
+        """
         for process in self._processes:
             if process.exitcode is None:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signum)
                 return
 
-    def _stopped_by(self) -> int | None:
-        """Return the common status of the failed ranks if a signal stopped them all."""
-        failed = self._failed()
-        statuses = {self._processes[index].exitcode for index in failed}
-        has_raised = any(self._raised_at.has_raised(index) for index in failed)
-        if len(statuses) != 1 or not statuses <= STOP_STATUSES or has_raised:
+    def _stop_status(self) -> int | None:
+        """Return the common status of the exited processes if a signal stopped them."""
+        exited = {
+            index: process.exitcode
+            for index, process in enumerate(self._processes)
+            if process.exitcode is not None
+        }
+        statuses = set(exited.values())
+        if any(map(self._raised_at.has_raised, exited)) or not statuses <= STOP_STATUSES:
             return None
-        status: int = statuses.pop()
-        return status
+        return statuses.pop() if len(statuses) == 1 else None
 
     def _failed(self) -> list[int]:
         return [

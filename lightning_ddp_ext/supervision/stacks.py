@@ -29,8 +29,9 @@ _NOT_USERS = sys.stdlib_module_names | _LIBRARIES
 # A report must fit into one message, and into the socket buffer of a rank that has
 # stopped reading.
 _LONGEST = 1 << 15
-# Modules whose functions wait for collectives in C++, or for a device that does.
-_COLLECTIVE = (
+# Modules whose functions wait for collectives in C++, or for a device that does. A call
+# waits if its innermost frame is in one of them.
+_WAITS_IF_INNERMOST = (
     "torch.distributed.",
     "torch.nn.parallel.distributed.",
     "lightning_ddp_ext.batchnorm.sync_context.",
@@ -40,9 +41,9 @@ _COLLECTIVE = (
 )
 # A backward pass waits for the gradients of other ranks in C++.
 _BACKWARD = "torch.autograd.graph."
-# Modules that a waiting call has on its stack; it may also be running Python code, such
-# as a hook of a backward pass.
-_WAITING = (
+# A call may be waiting if any of its frames is in one of these modules. It may also be
+# running Python code, such as a hook of a backward pass.
+_MAY_WAIT_IF_ON_STACK = (
     _BACKWARD,
     "torch.distributed.distributed_c10d.",
     "lightning_ddp_ext.rendezvous.named_barrier.",
@@ -62,9 +63,9 @@ def caller_in_lightning() -> object:
 
     ``None`` unless this method is Lightning's own code.
     """
-    caller = sys._getframe(2)
+    caller = sys._getframe(2)  # 0 is this function, and 1 the one that calls it
     is_lightnings = str(caller.f_globals.get("__name__")).partition(".")[0] in _LIGHTNING
-    return caller.f_locals.get("self") if is_lightnings else None
+    return caller.f_locals.get("self") if is_lightnings else None  # the name in all its methods
 
 
 def call_site_of(frame: FrameType | None) -> str:
@@ -88,11 +89,12 @@ def call_site_in(lines: Iterable[tuple[str, int]]) -> str:
     return next(users, "")
 
 
-@cache
+@cache  # the library of a file in a stack has been imported, so the answer does not change
 def _is_library(file: str) -> bool:
     libraries = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
     folders = [folder for library in libraries for folder in library.__path__]
     is_of_library = any(file.startswith(folder + os.sep) for folder in folders)
+    # Installed packages, such as those in site-packages, are in the same directory.
     is_of_python = file.startswith(sysconfig.get_path("stdlib")) and "-packages" not in file
     return is_of_library or is_of_python or file.startswith("<frozen")
 
@@ -121,7 +123,7 @@ def is_in_collective(frame: FrameType | None) -> bool:
 
     A backward pass does not count.
     """
-    return _module_of(frame).startswith(_COLLECTIVE)
+    return _module_of(frame).startswith(_WAITS_IF_INNERMOST)
 
 
 def is_in_backward(frame: FrameType | None) -> bool:
@@ -136,7 +138,7 @@ def may_be_waiting_for_ranks(frame: FrameType | None) -> bool:
     """
     if is_in_collective(frame):
         return True
-    while frame is not None and not _module_of(frame).startswith(_WAITING):
+    while frame is not None and not _module_of(frame).startswith(_MAY_WAIT_IF_ON_STACK):
         frame = frame.f_back
     return frame is not None
 

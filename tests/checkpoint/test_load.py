@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fsspec.registry import known_implementations
 
 from lightning_ddp_ext import RankZeroCheckpointIO
 from lightning_ddp_ext.checkpoint.load import placement
@@ -88,6 +89,27 @@ def test_invalid_locations_are_refused(map_location: Any, says: str) -> None:
     """The error names the mistake, the allowed values and the value received."""
     with pytest.raises(ConfigurationError, match=f"map_location {says}"):
         RankZeroCheckpointIO(map_location)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("store://it.ckpt", "needs a library that is not installed: install a_store"),
+        (
+            "s4://bucket/it.ckpt",
+            r"is not a valid path or URL \(ValueError: Protocol not known: s4\)",
+        ),
+        ("github://it.ckpt", r"is not a valid path or URL \(TypeError: .*'org' and 'repo'\)"),
+    ],
+)
+def test_a_url_that_means_no_file_is_refused(
+    url: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error tells a missing library from a URL that is wrong."""
+    store = {"class": "a_store.FileSystem", "err": "install a_store"}
+    monkeypatch.setitem(known_implementations, "store", store)
+    with pytest.raises(CheckpointError, match=f"checkpoint path '{url}' {says}"):
+        RankZeroCheckpointIO().load_checkpoint(url)
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,28 @@ def test_an_upload_that_breaks_off_leaves_the_old_object(
     assert loaded(url) == {"new": 2}
 
 
+def test_an_error_of_closing_the_file_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system may report only then that the disk is full."""
+    path = tmp_path / "it.ckpt"
+    close = os.close
+
+    def close_on_full_disk(descriptor: int) -> None:
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        close(descriptor)
+        if is_file:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    write({"old": 1}, path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close_on_full_disk)
+        with pytest.raises(CheckpointSaveError, match="No space left on device"):
+            write({"new": 2}, path)
+    assert loaded(str(path)) == {"old": 1}
+    assert os.listdir(tmp_path) == ["it.ckpt"]
+
+
 def test_what_killed_saves_left_behind_is_removed_after_an_hour(tmp_path: Path) -> None:
     """Younger files, which another host may be writing, and files with similar names
     are kept.

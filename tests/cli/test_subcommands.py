@@ -124,7 +124,7 @@ def test_an_unusable_file_gets_one_sentence(
         ),
         (
             "nosuch://bucket/it.ckpt",
-            "'nosuch://bucket/it.ckpt' needs a library that is not installed",
+            "'nosuch://bucket/it.ckpt' is not a valid path or URL (ValueError: Protocol not known",
         ),
     ],
 )

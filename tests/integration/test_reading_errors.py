@@ -105,7 +105,7 @@ FAULTS = [
     Fault(drop_weight, 'Missing key(s) in state_dict: "layers.3.bias"', "RuntimeError"),
     Fault(
         lambda path: torch.save({"model": {}, "epoch": 3}, path),
-        "has no state dict in an entry 'state_dict' (got 'model', 'epoch')",
+        "has no state dict in an entry 'state_dict' (got 'model': dict, 'epoch': int)",
         "CheckpointError",
     ),
 ]

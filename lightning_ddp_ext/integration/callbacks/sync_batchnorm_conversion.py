@@ -20,9 +20,10 @@ class SyncBatchNormConversion(pl.Callback):
     When ``fit`` begins, layers are converted to synchronised ones, on both CPU and
     CUDA. When training ends, they are restored, so exports, and the ``on_train_end``
     hooks of the module and of later callbacks, see plain BatchNorm. State dicts keep
-    the same keys. Copies of layers made during training stay synchronised until
-    ``restore_batchnorm`` restores them. Layers that are added later are not converted.
-    Rank 0 logs the conversion. With one rank nothing is done.
+    the same keys. Copies of layers made during training are restored as well if they
+    are in the module; others stay synchronised until ``restore_batchnorm`` restores
+    them. Layers that are added later are not converted. Rank 0 logs the conversion.
+    With one rank nothing is done.
 
     A subclass of BatchNorm that overrides ``forward`` is not converted, and rank 0
     names it in a warning. It can inherit from :class:`~lightning_ddp_ext.SyncBatchNorm`

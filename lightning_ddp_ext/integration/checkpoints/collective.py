@@ -30,7 +30,8 @@ from ..named_calls import ranks_of
 from ..private.compat import trainer_of
 from ..private.lightning_tree import TrainerStatus, pl, rank_zero_warn
 from .checkpoint_io import RankZeroCheckpointIO
-from .loaded_content import adapt_to_model, may_keep_weights
+from .loaded_content import adapt_to_model
+from .loading_overrides import may_keep_weights
 
 
 class Checkpoints:

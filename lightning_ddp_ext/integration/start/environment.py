@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.supervision.child_scripts import started_ranks
-from lightning_ddp_ext.supervision.parent_watch import has_set_rank_variables
+from lightning_ddp_ext.supervision.rank_variables import has_set_rank_variables
 from lightning_ddp_ext.world import World, check_devices, read_world
 
 from ..private.lightning_tree import (

@@ -26,11 +26,8 @@ from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
 from lightning_ddp_ext.supervision.child_scripts import started_ranks
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
-from lightning_ddp_ext.supervision.parent_watch import (
-    PRIVATE_FILE,
-    RANK_VARIABLES,
-    watch_launcher,
-)
+from lightning_ddp_ext.supervision.parent_watch import watch_launcher
+from lightning_ddp_ext.supervision.rank_variables import PRIVATE_FILE, RANK_VARIABLES
 from lightning_ddp_ext.supervision.session import start_session
 from lightning_ddp_ext.version import __version__
 from lightning_ddp_ext.world import OPEN_MPI, TORCHRUN, World, launcher_of, run_of

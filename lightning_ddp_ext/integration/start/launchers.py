@@ -8,7 +8,7 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from multiprocessing import forkserver
@@ -27,13 +27,13 @@ from lightning_ddp_ext.supervision.child_scripts import (
 )
 from lightning_ddp_ext.supervision.exception_report import print_line
 from lightning_ddp_ext.supervision.failure import supervised
-from lightning_ddp_ext.supervision.parent_watch import (
+from lightning_ddp_ext.supervision.parent_watch import watch_launcher
+from lightning_ddp_ext.supervision.rank_processes import RaisedAt, RankProcesses
+from lightning_ddp_ext.supervision.rank_variables import (
     LAUNCHER_PID,
     RANK_VARIABLES,
     set_rank_variables,
-    watch_launcher,
 )
-from lightning_ddp_ext.supervision.rank_processes import RaisedAt, RankProcesses
 
 from ..callbacks.rank_debugger import NO_LIMIT, rank_debugger_of
 from ..checkpoints.run_files import RunFiles
@@ -102,7 +102,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
-        variables = self._start_ranks(trainer)
+        variables = self._variables_in_run(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
         files = self._parts.files
         with environment_with(variables), files.count_fit(trainer):
@@ -121,10 +121,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def _is_joint(self) -> bool:
         return self.num_processes * self.num_nodes > 1
 
-    def _start_ranks(self, trainer: Any) -> Mapping[str, str]:
-        """Start this node's other ranks, if nothing has started them.
+    def _variables_in_run(self, trainer: Any) -> Mapping[str, str]:
+        """Return the variables that this process has during a run, but not after it.
 
-        Return the variables that this process has in a run, and as before after it.
+        If nothing has started the ranks, start them first.
         """
         started = started_ranks()
         if started is not None:
@@ -136,6 +136,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
             # Lightning removes it after a run, although the next run needs it as well.
             kept = {name: value for name, value in os.environ.items() if name == "WORLD_SIZE"}
             return {**missing, **kept} if self._is_joint else kept
+        return self._start_ranks(trainer)
+
+    def _start_ranks(self, trainer: Any) -> dict[str, str]:
+        """Start this node's other ranks, and return this process's variables in a run."""
         address = self._parts.settings.start_variables(self.cluster_environment, self.num_nodes)
         with environment_with({**address, LAUNCHER_PID: str(os.getpid())}):
             os.environ.pop("RANK", None)  # every started process would inherit a user's RANK
@@ -143,7 +147,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             set_rank_variables("0")
             variables = {**address, **{name: os.environ[name] for name in RANK_VARIABLES}}
         if self.procs:
-            set_rank_variables("0")
+            set_rank_variables("0")  # also after the run, since the ranks still exist
         if self._is_joint:
             limit = EXIT_WITHIN if rank_debugger_of(trainer) is None else NO_LIMIT.total_seconds()
             save_within = self._parts.deadline.total_seconds()
@@ -184,14 +188,26 @@ class ProcessesLauncher(MultiProcessingLauncher):
         Lightning's own method cannot be extended, because it calls nothing between
         starting the processes and waiting.
         """
-        self._refuse_second_launch(trainer)
+        self._check_can_launch(trainer)
+        leave()
         variables = self._parts.settings.start_variables(
             self._environment, self._strategy.num_nodes
         )
         results = _Results(temporary_path())
         with self._parts.files.count_fit(trainer), environment_with(variables):
             os.environ.pop("RANK", None)  # every started process would inherit a user's RANK
-            self._run_ranks(results, trainer, function, args, kwargs)
+            os.environ["MASTER_ADDR"] = self._environment.main_address
+            os.environ["MASTER_PORT"] = str(self._environment.main_port)
+            task = _Task(
+                function=function,
+                args=args,
+                kwargs=kwargs,
+                trainer=trainer,
+                results=results,
+                raised_at=RaisedAt(self._start_method, self._strategy.num_processes),
+                state=self._state_for_ranks(),
+            )
+            self._run_ranks(task)
         output = results.load()
         if trainer is None:
             return output
@@ -199,7 +215,8 @@ class ProcessesLauncher(MultiProcessingLauncher):
         self._recover_results_in_main_process(output, trainer)
         return output.trainer_results
 
-    def _refuse_second_launch(self, trainer: Any) -> None:
+    def _check_can_launch(self, trainer: Any) -> None:
+        """Raise if this process cannot start ranks, or cannot run this Trainer again."""
         environment = self._environment
         if environment.creates_processes_externally:
             raise ConfigurationError(
@@ -213,29 +230,27 @@ class ProcessesLauncher(MultiProcessingLauncher):
                 f"a Trainer with start_method={self._start_method!r} can call fit() only once;"
                 " create a new Trainer and continue with fit(ckpt_path=...)"
             )
-        leave()
-
-    def _run_ranks(
-        self,
-        results: _Results,
-        trainer: Any,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-    ) -> None:
-        """Run a function in one process for each rank, and wait until all exit."""
         if self._start_method == "spawn":
             check_missing_main_guard()
         else:
             check_bad_cuda_fork()
-        os.environ["MASTER_ADDR"] = self._environment.main_address
-        os.environ["MASTER_PORT"] = str(self._environment.main_port)
-        state = self._state_for_ranks()
-        environ = dict(os.environ)
-        raised_at = RaisedAt(self._start_method, self._strategy.num_processes)
+
+    def _state_for_ranks(self) -> GlobalStateSnapshot | None:
+        """Capture seeds and torch's flags for the ranks.
+
+        Forked ranks have them already. With CUDA, ranks of a fork server get none, as
+        with Lightning's launcher: capturing initialises CUDA in this process.
+        """
+        if self._start_method == "fork":
+            return None
+        may_initialise_cuda = self._start_method == "spawn" or not torch.cuda.is_available()
+        return GlobalStateSnapshot.capture() if may_initialise_cuda else None
+
+    def _run_ranks(self, task: _Task) -> None:
+        """Run the task in one process for each rank, and wait until all exit."""
         processes = torch.multiprocessing.start_processes(
             self._run_rank,
-            args=(os.getpid(), environ, state, raised_at, results, trainer, function, args, kwargs),
+            args=(task,),
             nprocs=self._strategy.num_processes,
             join=False,
             start_method=self._start_method,
@@ -243,51 +258,34 @@ class ProcessesLauncher(MultiProcessingLauncher):
         self.procs = processes.processes
         RankProcesses(
             processes,
-            raised_at,
-            results.path,
+            task.raised_at,
+            task.results.path,
             self._parts.deadline.total_seconds(),
             first_rank=self._environment.node_rank() * self._strategy.num_processes,
         ).join()
 
-    def _state_for_ranks(self) -> GlobalStateSnapshot | None:
-        """Capture seeds and torch's flags for the ranks, unless they have them already.
-
-        Capturing initialises CUDA in this process, which Lightning does only for spawn.
-        """
-        if self._start_method == "fork":
-            return None
-        may_initialise_cuda = self._start_method == "spawn" or not torch.cuda.is_available()
-        return GlobalStateSnapshot.capture() if may_initialise_cuda else None
-
-    def _run_rank(
-        self,
-        local_rank: int,
-        launcher_pid: int,
-        environ: Any,
-        state: Any,
-        raised_at: RaisedAt,
-        results: Any,
-        trainer: Any,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-    ) -> None:
-        """Run a function in a started process."""
-        # A fork server passes on the environment of its start, which may be outdated.
-        os.environ.clear()
-        os.environ.update(environ)
-        watch_launcher(launcher_pid)
+    def _run_rank(self, local_rank: int, task: _Task) -> None:
+        """Run the task in a started process."""
+        task.adopt_environment()
+        watch_launcher(task.launcher_pid)
+        args = task.args
+        kwargs = task.kwargs
         if self._start_method == "forkserver":
             # Pickled tensors are in shared memory, so the ranks would all train the
             # same parameters. Lightning only copies them for spawn.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
         is_rank_zero = self._environment.node_rank() == local_rank == 0
-        function = partial(supervised, function, harmless=_HARMLESS, rescue=self._parts.rescue.save)
+        function = partial(
+            supervised, task.function, harmless=_HARMLESS, rescue=self._parts.rescue.save
+        )
         try:
-            args = self._parts.files.resolve_last(args, trainer, is_rank_zero=is_rank_zero)
-            self._wrapping_function(local_rank, trainer, function, args, kwargs, results, state)
+            args = self._parts.files.resolve_last(args, task.trainer, is_rank_zero=is_rank_zero)
+            results: Any = task.results  # Lightning expects a queue
+            self._wrapping_function(
+                local_rank, task.trainer, function, args, kwargs, results, task.state
+            )
         except Exception as error:
-            raised_at.record(local_rank, error)
+            task.raised_at.record(local_rank, error)
             if isinstance(error, RankFailedError):
                 # The launching process prints the traceback of the rank that failed first.
                 print_line(error)
@@ -321,3 +319,36 @@ class _Results:
         with open(self.path, "rb") as file:
             os.unlink(self.path)
             return pickle.load(file)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """The work of started ranks, and what they need from the launching process.
+
+    Attributes:
+        function: the function to run, with ``args`` and ``kwargs``.
+        trainer: the Trainer whose function this is, if any.
+        results: the file for rank 0's results.
+        raised_at: where each rank records when it raised.
+        state: seeds and torch's flags; ``None`` if the ranks keep their own.
+        launcher_pid: the launching process.
+        environ: its environment variables.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    trainer: Any
+    results: _Results
+    raised_at: RaisedAt
+    state: GlobalStateSnapshot | None
+    launcher_pid: int = field(default_factory=os.getpid)
+    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    def adopt_environment(self) -> None:
+        """Give this process the variables of the launching process.
+
+        A fork server passes on the environment of its start, which may be outdated.
+        """
+        os.environ.clear()
+        os.environ.update(self.environ)

@@ -73,6 +73,7 @@ class StopController:
         deadline: time for all ranks to exit after a signal.
 
     Attributes:
+        deadline: the argument.
         weights: whether the module has its training weights.
         stopped: the stop point at which all ranks are stopping, recorded in the
             checkpoint; otherwise ``None``.
@@ -89,6 +90,10 @@ class StopController:
         self._files = files
         self._checkpoints = checkpoints
         self.deadline = deadline
+        self._reset()
+
+    def _reset(self) -> None:
+        """Set the state of a process in which no Trainer has run."""
         self.weights = TrainingWeights()
         self.stopped: Stopped | None = None
         # Of the current run, or of the last one.
@@ -104,14 +109,15 @@ class StopController:
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            "strategy": self._strategy,
-            "files": self._files,
-            "checkpoints": self._checkpoints,
+            "_strategy": self._strategy,
+            "_files": self._files,
+            "_checkpoints": self._checkpoints,
             "deadline": self.deadline,
         }
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __setstate__(self, arguments: dict[str, Any]) -> None:
+        vars(self).update(arguments)
+        self._reset()
 
     # The Trainer's run.
 
@@ -137,7 +143,8 @@ class StopController:
             self._graceful_stop = session.stops
             self._graceful_stop.start(self.deadline, self._acknowledge)
             terminal_signals = (signal.SIGINT, *without_handler(signal.SIGHUP))
-            self._signals.install(signal.SIGTERM, *terminal_signals, *self._time_limit_signals)
+            time_limit_signals = self._time_limit_signals()
+            self._signals.install(signal.SIGTERM, *terminal_signals, *time_limit_signals)
 
     def detach(self) -> None:
         """Restore the signal handlers after the Trainer's run."""
@@ -186,11 +193,12 @@ class StopController:
 
     def before_batch(self) -> None:
         """Stop between two training batches, if the ranks have agreed to."""
-        self._stop_if_agreed(GracefulStop.at_point, "batch")
+        self._stop_if_agreed(lambda stop: stop.at_point(), "batch")
 
     def at_step(self) -> None:
         """Stop before a step of an evaluation, if the ranks have agreed to."""
-        self._stop_if_agreed(self._decide_at_step, "validation")
+        count_steps = partial(_steps_of, self._trainer)
+        self._stop_if_agreed(lambda stop: stop.at_step(count_steps, self._may_stop), "validation")
 
     def at_end_of_evaluation(self) -> None:
         """Stop after an evaluation outside of training, if the ranks have agreed to."""
@@ -199,7 +207,7 @@ class StopController:
 
     def at_end(self) -> None:
         """Stop at the end of the Trainer's run, if the ranks have agreed to."""
-        self._stop_if_agreed(GracefulStop.at_last_point)
+        self._stop_if_agreed(lambda stop: stop.at_last_point())
 
     def _stop_if_agreed(
         self, decide: Callable[[GracefulStop], StopRequest | None], where: Stopped | None = None
@@ -220,9 +228,6 @@ class StopController:
             self.stopped = where
             self._save_and_stop(request)
 
-    def _decide_at_step(self, graceful_stop: GracefulStop) -> StopRequest | None:
-        return graceful_stop.at_step(partial(_steps_of, self._trainer), self._may_stop)
-
     def _may_stop(self) -> bool:
         """Whether a checkpoint would contain the training weights, according to rank 0.
 
@@ -242,7 +247,7 @@ class StopController:
         requeues = self._trainer.is_global_zero and self._requeues(request)
         saved = "nothing to save yet"
         if self.weights.has_trained:
-            saved = self._save(is_requeued=requeues)
+            saved = self._save(requeues)
         self._checkpoints.finish()
         rank_zero_info(f"{request}: all ranks stop {self._describe_point()}; {saved}")
         if requeues:
@@ -259,12 +264,17 @@ class StopController:
             return "before the first step"
         return f"after step {self._trainer.global_step}"
 
-    def _save(self, *, is_requeued: bool) -> str:
-        """Save the stop checkpoint, and return what to log about it. Collective."""
+    def _save(self, requeues: bool) -> str:
+        """Save the stop checkpoint, and return what to log about it. Collective.
+
+        Rank 0 passes whether it then requeues the job; the other ranks pass False.
+        """
         files = self._files
-        name = files.requeue_name if is_requeued else files.stop_name
-        own = files.place(name, self._trainer) if self._strategy.is_global_zero else None
-        path = self._strategy.broadcast(own)
+        choice: Any = None
+        if self._strategy.is_global_zero:
+            name = files.requeue_name if requeues else files.stop_name
+            choice = (files.place(name, self._trainer), requeues)
+        path, is_requeued = self._strategy.broadcast(choice)
         if path is None:
             return "nothing is saved (stop_checkpoint=None)"
         files.start_stop(path, is_requeued=is_requeued)
@@ -290,9 +300,8 @@ class StopController:
             return environment
         return None
 
-    @property
     def _time_limit_signals(self) -> list[signal.Signals]:
-        """Signals that announce a time limit.
+        """Return signals that announce a time limit, before this run handles them.
 
         These are SLURM's requeue signal if set, or SIGUSR1 unless the user handles it.
         """
@@ -307,7 +316,7 @@ class StopController:
         """
         if self._slurm is None:
             return False
-        if request.signum in self._time_limit_signals:
+        if request.signum == self._slurm.requeue_signal:
             return True
         return request.signum == signal.SIGTERM and is_preempted()
 
