@@ -1,4 +1,4 @@
-"""Metadata of an installed copy."""
+"""The version, the public names and the files of the package agree with its promises."""
 
 import re
 from importlib import resources
