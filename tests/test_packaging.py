@@ -37,5 +37,7 @@ def test_public_names_exist_once() -> None:
 
 
 def test_types_are_shipped() -> None:
-    """A user's type checker reads the annotations, because `py.typed` is installed."""
+    """A user's type checker reads the annotations, because the package has `py.typed`;
+    ``make test-wheel`` runs this test on the wheel.
+    """
     assert resources.files("lightning_ddp_ext").joinpath("py.typed").is_file()
