@@ -44,7 +44,7 @@ os.waitpid(child, 0)
     ],
 )
 def test_an_exit_action_runs_once(code: str) -> None:
-    """It runs in the process that registered it, also in a child of multiprocessing, and
+    """It runs in the process that registered it, even a child of multiprocessing, and
     not in processes that this one forks later.
     """
     script = subprocess.run(

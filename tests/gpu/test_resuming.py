@@ -57,8 +57,9 @@ class Scaled(rescuing.Net):
 
 
 def plan_on(placement: Placement, *, is_float16: bool = False, **strategy: Any) -> Plan:
-    """Return the plan of a run on these devices, with more options of the strategy; with
-    float16, the scale grows every eight steps.
+    """Return the plan of a run on these devices, with more options of the strategy.
+
+    With float16, the scale grows every eight steps.
     """
     strategy = {
         "parallel_devices": torch_devices(placement.devices),
@@ -77,8 +78,8 @@ def plan_on(placement: Placement, *, is_float16: bool = False, **strategy: Any) 
 def weights_after(
     kills: Sequence[Kill], plan: Plan, placement: Placement, directory: Path
 ) -> list[dict[str, Tensor]]:
-    """Run the plan on ranks started by hand, again after each kill; return the weights of
-    each rank.
+    """Run the plan on ranks started by hand, again after each kill; return the weights
+    of each rank.
     """
     return rescuing.survive(2, plan, kills, directory, env=placement.variables)
 
@@ -98,8 +99,8 @@ CHAINS = [
 def test_a_killed_rank_costs_no_step(
     placement: Placement, is_float16: bool, kills: Sequence[Kill], tmp_path: Path
 ) -> None:
-    """A run that is resumed after each kill and after SIGTERM ends as an undisturbed one,
-    to the last bit.
+    """A run that is resumed after each kill and after SIGTERM ends as an undisturbed
+    run, to the last bit.
     """
     plan = plan_on(placement, is_float16=is_float16)
     undisturbed = weights_after([], plan, placement, tmp_path / "undisturbed")

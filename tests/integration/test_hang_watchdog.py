@@ -124,7 +124,7 @@ def fit(
     model: Quick,
     on_hang: Literal["abort", "continue"] = "abort",
 ) -> None:
-    """Train for an epoch; a stuck rank that nothing unblocks exits soon after the report."""
+    """Train for an epoch; a rank that nothing unblocks exits soon after the report."""
     grace = {"hung": 0.3} if rank == model.stuck_rank else {}
     supervision.fit(
         rank, world_size, directory, watchdog(directory, on_hang), net=model, grace=grace
@@ -277,8 +277,12 @@ def test_a_rank_continues(tmp_path: Path) -> None:
 def test_a_single_rank_reports_on_itself(tmp_path: Path) -> None:
     """A run of one rank prints and writes a report, and exits."""
     outcomes = ranks.launch_ranks(fit, 1, tmp_path, StuckInLoader(stuck_rank=0))
-    finding = f"has made no progress for <n> s; it is in train_dataloader_next, {supervision.__file__}:<n>"
-    assert_stopped(outcomes, 0, finding)
+    assert_stopped(
+        outcomes,
+        0,
+        "has made no progress for <n> s; it is in train_dataloader_next,"
+        f" {supervision.__file__}:<n>",
+    )
     assert "MainThread:" in read_report(tmp_path)
 
 
@@ -291,8 +295,12 @@ def test_ranks_of_a_stock_strategy_report_on_themselves(tmp_path: Path) -> None:
     """Without a channel, each rank of stock ``ddp`` writes its own file."""
     outcomes = ranks.launch_ranks(fit_with_stock, 2, tmp_path, StuckInLoader())
     output_of_all(outcomes, exit_code=1)
-    finding = f"has made no progress for <n> s; it is in train_dataloader_next, {supervision.__file__}:<n>"
-    assert_printed([outcomes[1]], outcomes[1], finding)
+    assert_printed(
+        [outcomes[1]],
+        outcomes[1],
+        "has made no progress for <n> s; it is in train_dataloader_next,"
+        f" {supervision.__file__}:<n>",
+    )
     assert len(list((tmp_path / "reports").iterdir())) == 2
 
 
@@ -318,7 +326,7 @@ def test_a_rank_that_waits_in_a_barrier_is_reported_there(tmp_path: Path) -> Non
 
 
 class StuckBeforeFinalBarrier(Quick):
-    """After the last step, ``stuck_rank`` blocks, and the others wait in the final barrier.
+    """After the last step, ``stuck_rank`` blocks, and the others wait in a barrier.
 
     There, they ask every second whether all ranks still reply.
     """

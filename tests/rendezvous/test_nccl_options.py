@@ -173,7 +173,7 @@ def test_torch_leaves_errors_of_cuda_to_python(
     """``TORCH_NCCL_RETHROW_CUDA_ERRORS`` is 0 during a run with NCCL, unless the user
     exports it.
     """
-    # With torch's default, its watchdog ends the process before Python reports the error.
+    # With torch's default, its watchdog ends the process before Python reports an error.
     env = {**by_hand_env(1), RETHROW: exported}
     assert run_ranks(fit_over_gloo_and_nccl, 1, tmp_path, env=env) == [expected]
 
