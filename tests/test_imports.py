@@ -1,6 +1,4 @@
-"""Imports run one way: each subpackage imports only those before it, and only the
-adapters import Lightning.
-"""
+"""What the package imports, and what its import does to a process."""
 
 import ast
 import importlib.metadata
@@ -48,15 +46,22 @@ def imports_of(module: str) -> Iterator[str]:
     package = module.split(".")[:-1]
     for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            for alias in node.names:
+                yield module_named(alias.name)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
-                full = f"{base}.{alias.name}"
-                # A module, a package, a name in a module, or a name in a package.
-                candidates = (full, f"{full}.__init__", base)
-                yield next((name for name in candidates if name in FILES), f"{base}.__init__")
+                # Either a module, or a name in the module ``base``.
+                yield module_named(f"{base}.{alias.name}", base)
+
+
+def module_named(*names: str) -> str:
+    """Return the key in ``FILES`` of the first name that is a module or package there;
+    by default, the last name as a package.
+    """
+    modules = [module for name in names for module in (name, f"{name}.__init__")]
+    return next((module for module in modules if module in FILES), modules[-1])
 
 
 def ours(module: str) -> set[str]:
@@ -168,7 +173,5 @@ def test_an_import_changes_a_process_only_if_it_is_a_rank_of_ours(
 
 
 def test_other_programs_find_each_distribution_once() -> None:
-    """The finder that waits for the import of the other Lightning finds no other
-    module.
-    """
+    """The package's finder in ``sys.meta_path`` does not repeat what other finders list."""
     assert importlib.metadata.packages_distributions()["torch"] == ["torch"]

@@ -1,4 +1,4 @@
-"""Metadata of an installed copy."""
+"""The version, the public names and the files of the package agree with its promises."""
 
 import re
 from importlib import resources
@@ -37,5 +37,7 @@ def test_public_names_exist_once() -> None:
 
 
 def test_types_are_shipped() -> None:
-    """A user's type checker reads the annotations, because `py.typed` is installed."""
+    """A user's type checker reads the annotations, because the package has `py.typed`;
+    ``make test-wheel`` runs this test on the wheel.
+    """
     assert resources.files("lightning_ddp_ext").joinpath("py.typed").is_file()

@@ -5,6 +5,7 @@ import pickle
 import re
 import traceback
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 from torch.nn.parallel import DistributedDataParallel
@@ -14,15 +15,17 @@ from lightning_ddp_ext import DDPExtError
 
 ROOT = Path(__file__).parents[1]
 # Set by the package for the processes that it starts.
-INTERNAL = {
-    "DDPX_RANK_PID",
-    "DDPX_LAUNCHER_PID",
-    "DDPX_PRIVATE_FILE",
-}
+INTERNAL = ("DDPX_RANK_PID", "DDPX_LAUNCHER_PID", "DDPX_PRIVATE_FILE")
 
 
 def reference(page: str) -> str:
     return (ROOT / "docs" / "reference" / page).read_text()
+
+
+def rows(text: str) -> Iterator[tuple[list[str], str]]:
+    """Yield the names in the first cell of each row of a table, and the second cell."""
+    for first, second in re.findall(r"^\| (.*?) \| (.*?) ?\|", text, re.MULTILINE):
+        yield re.findall(r"`(\w+)`", first), second
 
 
 def subclasses(cls: type[Exception]) -> Iterator[str]:
@@ -32,7 +35,7 @@ def subclasses(cls: type[Exception]) -> Iterator[str]:
 
 
 def test_every_error_has_a_cause_and_a_fix_under_its_heading() -> None:
-    """The page of errors has each class of error exactly once."""
+    """The page of errors has each class of error exactly once, with both parts."""
     section = r"^### (\w+)\n\n(.*?)(?=\n\n#|\Z)"
     sections = re.findall(section, reference("errors.md"), re.MULTILINE | re.DOTALL)
     assert sorted(name for name, _ in sections) == sorted(set(subclasses(DDPExtError)))
@@ -44,7 +47,7 @@ def test_a_traceback_ends_with_the_address_of_its_error() -> None:
     """The address leads to an existing heading, also after an error is pickled."""
     error = lightning_ddp_ext.MissingRanksError("rank 3 is missing", missing=(3,))
     address, _, anchor = error.__notes__[0].split()[1].partition("#")
-    # As code hosts and the site write the address of a heading.
+    # Code hosts and the site derive this anchor from the heading below.
     assert anchor == "missingrankserror"
     assert "\n### MissingRanksError\n" in (ROOT / address).read_text()
     assert pickle.loads(pickle.dumps(error)).__notes__ == error.__notes__
@@ -56,45 +59,45 @@ OF_STRATEGY = inspect.signature(lightning_ddp_ext.DDPExtStrategy).parameters
 
 def documented_defaults() -> tuple[dict[str, str], dict[str, str]]:
     """Return the written defaults by name, of the strategy's arguments and of DDP's."""
-    by_section = []
-    for section in reference("strategy.md").split("## DDP arguments"):
-        rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*?) \|", section, re.MULTILINE)
-        by_section.append(
-            {name: default for names, default in rows for name in re.findall(r"\w+", names)}
-        )
-    of_strategy, of_ddp = by_section
+    of_strategy, of_ddp = (
+        {name: default for names, default in rows(section) for name in names}
+        for section in reference("strategy.md").split("## DDP arguments")
+    )
     return of_strategy, of_ddp
 
 
+def as_written(default: object) -> str:
+    """Return a default as the page has it: a duration in seconds, or code."""
+    if isinstance(default, timedelta):
+        return f"{default.total_seconds():g} s"
+    return repr(default).replace("'", '"')
+
+
 def test_every_argument_of_the_strategy_is_described() -> None:
-    """Arguments that are passed on to DDP have a table of their own, which need not be
-    complete.
-    """
+    """The page has each argument, except those that the strategy passes on to DDP."""
     of_strategy, _ = documented_defaults()
     assert sorted(of_strategy) == sorted(OF_STRATEGY.keys() - {"ddp_kwargs"})
 
 
 def test_documented_defaults_are_right() -> None:
-    """Defaults of DDP's arguments are those of the installed torch."""
+    """They are those of the strategy and, for DDP's arguments, of the installed torch."""
     of_strategy, of_ddp = documented_defaults()
     parameters = {**inspect.signature(DistributedDataParallel).parameters, **OF_STRATEGY}
     for name, written in {**of_strategy, **of_ddp}.items():
-        is_duration = written.endswith(" s")
-        if not is_duration:
-            default = written.strip("`").replace('"', "'")
-            assert default == repr(parameters[name].default), name
+        assert written.strip("`") == as_written(parameters[name].default), name
 
 
 def test_every_variable_of_ours_is_described() -> None:
     """The page has each `DDPX_` variable in the package's source, except internal ones."""
     sources = "".join(path.read_text() for path in (ROOT / "lightning_ddp_ext").rglob("*.py"))
     used = set(re.findall(r"DDPX_[A-Z_]+", sources))
-    documented = re.findall(r"^\| `(DDPX_\w+)`", reference("environment.md"), re.MULTILINE)
-    assert set(documented) == used - INTERNAL
+    described = [name for names, _ in rows(reference("environment.md")) for name in names]
+    documented = [name for name in described if name.startswith("DDPX_")]
+    assert sorted([*documented, *INTERNAL]) == sorted(used)
 
 
 def test_every_public_name_is_on_the_page_of_the_api() -> None:
-    """Of the errors, the page has only the base class; the others have their own page."""
-    shown = re.findall(r"^\| \[`(\w+)`\]", reference("api.md"), re.MULTILINE)
-    names = {name for name in lightning_ddp_ext.__all__ if not name.endswith("Error")}
-    assert sorted(shown) == sorted(names | {"DDPExtError"})
+    """The page lists each public name once; of the errors, only the base class."""
+    listed = [name for names, _ in rows(reference("api.md")) for name in names]
+    public = {name for name in lightning_ddp_ext.__all__ if not name.endswith("Error")}
+    assert sorted(listed) == sorted(public | {"DDPExtError"})

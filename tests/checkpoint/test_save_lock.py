@@ -1,31 +1,65 @@
-"""One of the surviving ranks saves: the one that is furthest."""
+"""Of the ranks that survive, the one that is furthest saves, and never two at once."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from lightning_ddp_ext.checkpoint.save_lock import lock_of, save_if_furthest
+from tests.harness.ranks import RankProcesses, hold
+
+TO_WAIT = 60.0  # seconds
 
 
 def test_the_rank_that_is_further_saves(tmp_path: Path) -> None:
     """A rank with fewer batches, or with as many, leaves the file of its run as it is."""
+    path = tmp_path / "it.ckpt"
 
-    def saves(run: str, batches: int) -> bool:
-        path = str(tmp_path / "it.ckpt")
-        return save_if_furthest(path, run, batches, lambda: None, seconds=1)
+    def offer(content: str, run: str, batches: int) -> tuple[bool, str]:
+        save = partial(path.write_text, content)
+        has_saved = save_if_furthest(str(path), run, batches, save, TO_WAIT)
+        return has_saved, path.read_text()
 
-    assert saves("run", 4)
-    assert not saves("run", 4)
-    assert not saves("run", 3)
-    assert saves("run", 5)
-    assert saves("other", 1)
+    assert offer("first", "run", 4) == (True, "first")
+    assert offer("as far", "run", 4) == (False, "first")
+    assert offer("behind", "run", 3) == (False, "first")
+    assert offer("ahead", "run", 5) == (True, "ahead")
+    assert offer("other run", "other", 1) == (True, "other run")
+
+
+def save_slowly(rank: int, world_size: int, path: str) -> None:
+    assert save_if_furthest(path, "run", 4, partial(hold, "saving"), TO_WAIT)
+
+
+def test_a_rank_waits_for_the_save_of_another(tmp_path: Path) -> None:
+    """It raises an error if the save takes longer than allowed, and does not save again
+    what the other rank has saved.
+    """
+    path = str(tmp_path / "it.ckpt")
+    with RankProcesses(save_slowly, 1, path) as ranks:
+        ranks.wait_for("saving", 0)
+        with pytest.raises(TimeoutError, match="did not finish its save within save_deadline"):
+            save_if_furthest(path, "run", 4, pytest.fail, 0.0)
+        ranks.release(0)
+        assert not save_if_furthest(path, "run", 4, pytest.fail, TO_WAIT)
+        (other,) = ranks.wait()
+    assert other.exit_code == 0, other.story()
+
+
+def test_a_rank_killed_during_its_save_does_not_block_others(tmp_path: Path) -> None:
+    """Another rank saves in its place, even with fewer batches."""
+    path = str(tmp_path / "it.ckpt")
+    with RankProcesses(save_slowly, 1, path) as ranks:
+        ranks.wait_for("saving", 0)
+        ranks.kill(0)
+        assert save_if_furthest(path, "run", 3, lambda: None, TO_WAIT)
 
 
 @pytest.mark.parametrize("content", [b"", b"run", b"run ", b"\xff {", b"run 7x"])
 def test_a_lock_file_with_other_content_does_not_prevent_a_save(
     content: bytes, tmp_path: Path
 ) -> None:
-    """A rank was killed while it wrote the file, or the disk was full."""
+    """A rank killed while it wrote the lock file, or a full disk, leaves such content."""
     path = str(tmp_path / "it.ckpt")
     Path(lock_of(path)).write_bytes(content)
-    assert save_if_furthest(path, "run", 1, lambda: None, seconds=1)
+    assert save_if_furthest(path, "run", 1, lambda: None, TO_WAIT)

@@ -56,14 +56,15 @@ class Scaled(rescuing.Net):
         return super().training_step(batch, index)
 
 
-def plan_on(placement: Placement, *, start_method: str = "popen", is_float16: bool = False) -> Plan:
-    """Return the plan of a run on a GPU, whose ranks one process starts; with float16,
-    the scale grows every eight steps.
+def plan_on(placement: Placement, *, is_float16: bool = False, **strategy: Any) -> Plan:
+    """Return the plan of a run on these devices, with more options of the strategy.
+
+    With float16, the scale grows every eight steps.
     """
     strategy = {
-        "start_method": start_method,
         "parallel_devices": torch_devices(placement.devices),
         "process_group_backend": placement.backend,
+        **strategy,
     }
     if not is_float16:
         return Plan(strategy=strategy, trainer=ON_ANY_DEVICE)
@@ -77,9 +78,9 @@ def plan_on(placement: Placement, *, start_method: str = "popen", is_float16: bo
 def weights_after(
     kills: Sequence[Kill], plan: Plan, placement: Placement, directory: Path
 ) -> list[dict[str, Tensor]]:
-    """Run the plan again after each kill, and return the weights of each rank."""
-    directory.mkdir()
-    # The variables of a launcher name the ranks, so none starts others.
+    """Run the plan on ranks started by hand, again after each kill; return the weights
+    of each rank.
+    """
     return rescuing.survive(2, plan, kills, directory, env=placement.variables)
 
 
@@ -98,7 +99,7 @@ CHAINS = [
 def test_a_killed_rank_costs_no_step(
     placement: Placement, is_float16: bool, kills: Sequence[Kill], tmp_path: Path
 ) -> None:
-    """Runs resumed after a killed rank, a killed save and SIGTERM end as an undisturbed
+    """A run that is resumed after each kill and after SIGTERM ends as an undisturbed
     run, to the last bit.
     """
     plan = plan_on(placement, is_float16=is_float16)
@@ -112,8 +113,7 @@ def test_each_start_method_trains_on_a_gpu(start_method: str, tmp_path: Path) ->
     """Ranks started by spawn, forkserver and fork learn as ranks that were started by
     hand.
     """
-    plan = plan_on(GLOO)
-    by_hand, _ = weights_after([], plan, GLOO, tmp_path / "by hand")
+    by_hand, _ = weights_after([], plan_on(GLOO), GLOO, tmp_path / "by hand")
     directory = tmp_path / "started"
     directory.mkdir()
     plan = plan_on(GLOO, start_method=start_method)

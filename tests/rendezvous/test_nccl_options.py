@@ -1,6 +1,7 @@
 """NCCL's settings are typed, and in the environment while the process group is open."""
 
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ VARIABLES_OF_EACH_TYPE = {
 }
 RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
 NAMES = ("NCCL_DEBUG", RETHROW, *ON_LO, *VARIABLES_OF_EACH_TYPE)
-NOT_EXPORTED = dict.fromkeys(NAMES)  # as they may be on a developer's machine
+NOT_EXPORTED = dict.fromkeys(NAMES)  # removes those that a developer's shell exports
+# Gloo under this name; the package applies settings of NCCL to each backend whose name
+# contains "nccl".
+STAND_IN = "nccl_stand_in"
 
 
 @pytest.mark.parametrize(
@@ -70,47 +74,66 @@ def train_over_lo(directory: Path, options: NCCLOptions | None) -> Recorder:
     return recorder
 
 
-def change_settings(rank: int, world_size: int, directory: Path) -> None:
-    """Train with different settings in turn, and check the variables and the groups."""
-    first = train_over_lo(directory, NCCLOptions(debug="WARN"))
-    assert first.variables == {"NCCL_DEBUG": "WARN", **ON_LO}
-    assert train_over_lo(directory, OF_EACH_TYPE).variables == VARIABLES_OF_EACH_TYPE | ON_LO
-    without_options = train_over_lo(directory, None)
-    without_options_again = train_over_lo(directory, None)
-    assert without_options.variables == ON_LO
-    assert without_options_again.variables == ON_LO
-    assert without_options.group is not first.group
-    assert without_options_again.group is without_options.group
+def change_settings(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    """Train four times; return the variables of each run and after them, and whether
+    each later run has a new group.
+    """
+    settings = (NCCLOptions(debug="WARN"), OF_EACH_TYPE, None, None)
+    runs = [train_over_lo(directory, options) for options in settings]
     leave()
-    assert variables() == {}
+    return {
+        "variables": [run.variables for run in runs],
+        "has_new_group": [later.group is not run.group for run, later in pairwise(runs)],
+        "after": variables(),
+    }
 
 
 def test_variables_are_set_while_the_group_is_open(tmp_path: Path) -> None:
-    """Only a later Trainer with other settings gets a new group."""
-    run_ranks(change_settings, 2, tmp_path, env={**by_hand_env(2), **NOT_EXPORTED})
+    """Each Trainer has the variables of its own settings, and a new group only if these
+    differ from the last Trainer's; afterwards none is set.
+    """
+    expected = {
+        "variables": [{"NCCL_DEBUG": "WARN"} | ON_LO, VARIABLES_OF_EACH_TYPE | ON_LO, ON_LO, ON_LO],
+        "has_new_group": [True, True, False],
+        "after": {},
+    }
+    env = {**by_hand_env(2), **NOT_EXPORTED}
+    assert run_ranks(change_settings, 2, tmp_path, env=env) == [expected] * 2
 
 
 EXPORTED = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "lo"}
-CONTRADICTION = r"nccl= of the strategy sets NCCL_DEBUG=WARN, .*NCCL_DEBUG=INFO; remove"
+CONTRADICTION = (
+    "nccl= of the strategy sets NCCL_DEBUG=WARN, but the environment has NCCL_DEBUG=INFO; remove"
+    " one of them"
+)
 
 
-def agree_with_exported(rank: int, world_size: int, directory: Path) -> None:
-    with pytest.raises(ConfigurationError, match=CONTRADICTION):
+def contradict_and_agree(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    """Train with another value than the exported one, then with the same; return the
+    first run's error, and the variables in the second run and after it.
+    """
+    with pytest.raises(ConfigurationError) as refusal:
         train_over_lo(directory, NCCLOptions(debug="WARN"))
     agreeing = train_over_lo(directory, NCCLOptions(debug="INFO"))
-    assert agreeing.variables == EXPORTED | {"GLOO_SOCKET_IFNAME": "lo"}
     leave()
-    assert variables() == EXPORTED
+    return {"error": str(refusal.value), "variables": agreeing.variables, "after": variables()}
 
 
 def test_variables_that_the_user_exports_stay(tmp_path: Path) -> None:
-    """Settings of the strategy must have the same values."""
+    """A strategy that sets another value is refused; after one that sets the same, the
+    variables are as the user exported them.
+    """
     env = {**by_hand_env(2), **NOT_EXPORTED, **EXPORTED}
-    run_ranks(agree_with_exported, 2, tmp_path, env=env)
+    expected = {
+        "error": CONTRADICTION,
+        "variables": EXPORTED | {"GLOO_SOCKET_IFNAME": "lo"},
+        "after": EXPORTED,
+    }
+    assert run_ranks(contradict_and_agree, 2, tmp_path, env=env) == [expected] * 2
 
 
 def fit_with_options(rank: int, world_size: int, directory: Path) -> None:
-    name = backend("nccl_stand_in")
+    name = backend(STAND_IN)
     for debug in ("WARN", "WARN", "VERSION"):
         strategy = {"nccl": NCCLOptions(debug=debug), "process_group_backend": name}
         fit("ours", directory, Net(), strategy=strategy, devices=1, fast_dev_run=1)
@@ -128,7 +151,7 @@ def test_settings_that_nccl_may_not_read_again_are_reported(tmp_path: Path) -> N
 def fit_over_gloo_and_nccl(rank: int, world_size: int, directory: Path) -> dict[str, str | None]:
     """Return the variable's value during each run, and after leaving the group."""
     values = {}
-    for name in ("gloo", backend("nccl_stand_in")):
+    for name in ("gloo", backend(STAND_IN)):
         recorder = Recorder()
         strategy = {"process_group_backend": name}
         fit("ours", directory, Net(), recorder, strategy=strategy, devices=1, fast_dev_run=1)
@@ -140,16 +163,17 @@ def fit_over_gloo_and_nccl(rank: int, world_size: int, directory: Path) -> dict[
 @pytest.mark.parametrize(
     ("exported", "expected"),
     [
-        (None, {"gloo": None, "nccl_stand_in": "0", "after": None}),
-        ("1", {"gloo": "1", "nccl_stand_in": "1", "after": "1"}),
+        (None, {"gloo": None, STAND_IN: "0", "after": None}),
+        ("1", {"gloo": "1", STAND_IN: "1", "after": "1"}),
     ],
 )
 def test_torch_leaves_errors_of_cuda_to_python(
     exported: str | None, expected: Any, tmp_path: Path
 ) -> None:
-    """With torch's default, its watchdog would end the process before Python reports
-    the exception.
+    """``TORCH_NCCL_RETHROW_CUDA_ERRORS`` is 0 during a run with NCCL, unless the user
+    exports it.
     """
+    # With torch's default, its watchdog ends the process before Python reports an error.
     env = {**by_hand_env(1), RETHROW: exported}
     assert run_ranks(fit_over_gloo_and_nccl, 1, tmp_path, env=env) == [expected]
 
@@ -162,7 +186,7 @@ def fit_without_docker(rank: int, world_size: int, directory: Path) -> dict[str,
 
 
 def test_an_interface_is_excluded_for_nccl_only(tmp_path: Path) -> None:
-    """Gloo would take ``^docker0`` for the name of an interface."""
+    """``interface="^docker0"`` sets NCCL's variable, and not gloo's, which has no ``^``."""
     env = {**by_hand_env(1), **NOT_EXPORTED}
     expected = {"NCCL_SOCKET_IFNAME": "^docker0"}
     assert run_ranks(fit_without_docker, 1, tmp_path, env=env) == [expected]

@@ -87,7 +87,7 @@ def fit(
     rank: int,
     world_size: int,
     directory: Path,
-    *faults: At,
+    *callbacks: pl.Callback,
     net: Net | None = None,
     grace: Mapping[str, float] = MappingProxyType({}),
     **options: Any,
@@ -98,7 +98,7 @@ def fit(
     strategy = training.make_strategy("ours", directory, **options)
     timeouts = strategy.rendezvous.timeouts
     strategy.rendezvous.timeouts = replace(timeouts, grace={**timeouts.grace, **grace})
-    make_trainer(world_size, strategy, *faults).fit(net or Net())
+    make_trainer(world_size, strategy, *callbacks).fit(net or Net())
 
 
 def lines_of(stderr: str) -> list[str]:
