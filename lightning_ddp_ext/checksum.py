@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from operator import attrgetter
 from statistics import mode
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_ext.errors import DivergenceError
@@ -23,34 +21,32 @@ _WORDS = {
     2: torch.int16,
 }
 
-# Returns a number that changes whenever a tensor is changed in place.
-version_of: Callable[[Tensor], int] = attrgetter("_version")
-
 
 def raise_if_different(tensors: Mapping[str, Tensor], ranks: Ranks, *, when: str) -> None:
-    """Compare named tensors of all ranks bit by bit.
+    """Compare the tensors of all ranks by checksums of their bits.
 
-    Collective: every rank must call it.
+    Shapes are not compared: ``zeros(4)`` equals ``zeros(2, 2)``. Collective: every rank
+    must call it.
 
     The ranks first compare one number in one collective. They exchange all checksums
     only if this number differs.
 
     Raises:
         DivergenceError: tensors differ; the message names the first of them.
+        RankFailedError: another rank failed.
     """
     sums = {name: checksum(tensor) for name, tensor in tensors.items()}
     numbers = {name: int(each) for name, each in sums.items()}  # int() waits for the device
     summary = int(checksum(torch.tensor([numbers[name] for name in sorted(numbers)])))
-    extremes = torch.tensor([summary, ~summary], device=ranks.device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    largest = extremes[0]
-    smallest = ~extremes[1]
-    if largest != smallest:
+    if not ranks.all_equal(summary):
         raise _difference(ranks.gather(numbers), when)
 
 
 def _difference(by_rank: Sequence[Mapping[str, int]], when: str) -> DivergenceError:
-    """Return an error that names the first tensor whose checksums differ."""
+    """Return an error that names the first tensor whose checksums differ.
+
+    See :class:`DivergenceError` for the ranks that it blames.
+    """
     every_name = dict.fromkeys(name for numbers in by_rank for name in numbers)
     by_name = {name: [numbers.get(name) for numbers in by_rank] for name in every_name}
     names = tuple(name for name, numbers in by_name.items() if len(set(numbers)) > 1)
@@ -69,9 +65,10 @@ def _difference(by_rank: Sequence[Mapping[str, int]], when: str) -> DivergenceEr
 def checksum(tensor: Tensor) -> Tensor:
     """Return a checksum of a dense tensor's bits, independent of its memory layout.
 
-    This is a multilinear hash (Lemire and Kaser, 2014): the sum of 32-bit words times
-    random odd weights, modulo 2**64. The weights repeat in each chunk, and the sums of the
-    chunks are the coefficients of a polynomial in ``_FACTOR``.
+    This is a multilinear hash (Lemire and Kaser, 2014): the sum of words times random
+    odd weights, modulo 2**64. A word has 32 bits, or those of a smaller element. The
+    weights repeat in each chunk, and the sums of the chunks are the coefficients of a
+    polynomial in ``_FACTOR``.
     """
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # flatten() may leave a stride that view(dtype) refuses.

@@ -69,6 +69,18 @@ class Ranks:
             return value
         return self._exchange(value if self.rank == 0 else None, self._broadcast)[0]
 
+    def all_equal(self, number: int) -> bool:
+        """Whether a signed 64-bit integer is the same on all ranks."""
+        if self.world_size == 1:
+            return True
+        self.check()
+        # One collective returns both extremes, since ~ reverses the order of integers.
+        extremes = torch.tensor([number, ~number], device=self._wire)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
+        largest, complement_of_smallest = extremes.tolist()
+        self.check()
+        return bool(largest == ~complement_of_smallest)
+
     def _all_gather(self, own: Tensor) -> list[Tensor]:
         rows = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(rows, own, group=self.group)

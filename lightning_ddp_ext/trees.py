@@ -20,7 +20,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_ADAPTERS = {
+# The packages as which ``integration`` is loaded, by Lightning tree.
+ADAPTERS = {
     "lightning.pytorch": "lightning_ddp_ext.integration",
     "pytorch_lightning": "lightning_ddp_ext.pytorch_lightning",
 }
@@ -30,12 +31,12 @@ _FROZEN_BY_PYTHON = 1000  # at most; Python 3.12 starts with about 400 frozen ob
 
 def adapter(name: str) -> Any:
     """Return a module of ``integration`` for the tree of the package's public names."""
-    return import_module(f"{_ADAPTERS[_chosen]}.{name}")
+    return import_module(f"{ADAPTERS[_chosen]}.{name}")
 
 
 def register_names() -> None:
     """Register the strategy names with each tree, now or when it is imported."""
-    for tree in _ADAPTERS:
+    for tree in ADAPTERS:
         if tree in sys.modules:
             _register(tree)
     sys.meta_path.insert(0, _RegisterOnImport())
@@ -43,9 +44,9 @@ def register_names() -> None:
 
 def _choose() -> str:
     """Return an imported tree, otherwise an installed one; prefer ``lightning``."""
-    imported = [tree for tree in _ADAPTERS if tree in sys.modules]
+    imported = [tree for tree in ADAPTERS if tree in sys.modules]
     installed = [
-        tree for tree in _ADAPTERS if importlib.util.find_spec(tree.partition(".")[0]) is not None
+        tree for tree in ADAPTERS if importlib.util.find_spec(tree.partition(".")[0]) is not None
     ]
     return (imported or installed or ["lightning.pytorch"])[0]
 
@@ -70,7 +71,7 @@ def _import_quickly(tree: str) -> None:
 def _register(tree: str) -> None:
     # An unsupported version of the other tree must not affect the program.
     with suppress(ImportError):
-        import_module(f"{_ADAPTERS[tree]}.public")  # importing it registers the names
+        import_module(f"{ADAPTERS[tree]}.public")  # importing it registers the names
 
 
 class _RegisterOnImport(MetaPathFinder):
@@ -84,7 +85,7 @@ class _RegisterOnImport(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in _ADAPTERS or self._is_delegating:
+        if name not in ADAPTERS or self._is_delegating:
             return None
         self._is_delegating = True
         try:

@@ -32,6 +32,7 @@ ALLOWED = {
     "checkpoint.recorded_buffers": {
         "_buffers": "a buffer's place, to restore it",
         "_non_persistent_buffers_set": "the buffers that state_dict() leaves out",
+        "_version": "torch's count of changes in place",
     },
     "checkpoint.save": {"_parent": "fsspec's parent of a path"},
     "checkpoint.snapshot": {
@@ -39,7 +40,6 @@ ALLOWED = {
         "_utils": "the check of sparse tensors that torch.load does",
         "_validate_loaded_sparse_tensors": "the check of sparse tensors that torch.load does",
     },
-    "checksum": {"_version": "torch's count of changes in place"},
     "integration.checkpoints.loading_overrides": {
         "_load_from_state_dict": "whether a module changes the weights that it loads",
         "_load_state_dict_pre_hooks": "whether a module changes the weights that it loads",

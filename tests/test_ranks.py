@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from lightning_ddp_ext.checksum import raise_if_different
 from lightning_ddp_ext.errors import RankFailedError
 from lightning_ddp_ext.ranks import Ranks
 from tests.harness.ranks import launch_ranks, run_ranks
@@ -96,6 +98,7 @@ EXCHANGES: dict[str, Callable[[Ranks], Any]] = {
     "gather": lambda ranks: ranks.gather(1),
     "to_rank_zero": lambda ranks: ranks.to_rank_zero(1),
     "from_rank_zero": lambda ranks: ranks.from_rank_zero(1),
+    "all_equal": lambda ranks: ranks.all_equal(1),
     "broadcast": lambda ranks: ranks.broadcast([torch.zeros(1, dtype=torch.uint8)]),
 }
 
@@ -108,3 +111,18 @@ def test_no_collective_starts_after_a_rank_failed(exchange: Callable[[Ranks], An
     """
     with pytest.raises(RankFailedError, match="rank 1 failed"):
         exchange(Ranks(0, 2, check=fail))
+
+
+def test_a_comparison_that_an_abort_ends_raises_the_failure() -> None:
+    """An aborted collective of NCCL may leave the values of this rank unchanged.
+
+    So does the collective of a single rank in this test.
+    """
+    checks = iter([lambda: None, fail])
+    ranks = Ranks(0, 2, check=lambda: next(checks)())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RankFailedError, match="rank 1 failed"):
+            raise_if_different({"weight": torch.ones(1)}, ranks, when="in a test")
+    finally:
+        dist.destroy_process_group()

@@ -92,9 +92,9 @@ def convert_sync_batchnorm(
         exclude: do not convert layers that match; takes the same values as ``include``.
         process_group: the ranks whose batches are joined: ``None`` for all, ``"node"``
             for those on the same machine (in the same network namespace, if containers
-            have their own), a number ``n`` for groups of ``n`` consecutive ranks, or a
-            process group. ``"node"`` and numbers need an initialised process group and
-            make the call collective.
+            have their own), a number ``n`` for groups of ``n`` consecutive ranks, of
+            which the last may be smaller, or a process group. ``"node"`` and numbers
+            need an initialised process group and make the call collective.
 
     Returns:
         ``module`` itself.
@@ -131,15 +131,16 @@ def convert(
     converted: dict[str, BatchNorm] = {}
     left_alone: dict[str, str] = {}
     unsupported: dict[str, str] = {}
-    for layer, name in batchnorm_layers(module).items():  # a lone layer has an empty name
+    for layer, name in batchnorm_layers(module).items():
+        shown = name or "the module"  # a lone layer has no name
         if isinstance(layer, (SyncBatchNorm, torch.nn.SyncBatchNorm)):
-            left_alone[name] = "synchronises already"
+            left_alone[shown] = "synchronises already"
         elif layer in not_chosen:
-            left_alone[name] = not_chosen[layer]
+            left_alone[shown] = not_chosen[layer]
         elif reason := _why_unsupported(layer):
-            unsupported[f"{name or 'the module'} ({type(layer).__name__})"] = reason
+            unsupported[f"{shown} ({type(layer).__name__})"] = reason
         else:
-            converted[name or type(layer).__name__] = layer
+            converted[shown] = layer
     max_features = max((layer.num_features for layer in converted.values()), default=0)
     context = SyncContext(process_group, tuple(converted), max_features=max_features)
     for index, layer in enumerate(converted.values()):

@@ -30,8 +30,9 @@ def check_ranks(ranks: JoinedRanks) -> None:
 def is_group(ranks: object) -> TypeIs[dist.ProcessGroup]:
     """Whether this is a process group, as ``dist.new_group`` returns it.
 
-    On a rank outside of the group, it returns the number ``NON_GROUP_MEMBER``. The rank
-    then uses its own batch alone. Another number of the same value is not a group.
+    On a rank outside of the group, it returns ``NON_GROUP_MEMBER``, and the rank then
+    uses its own batch alone. This is a number, but torch's annotations count it as a
+    group, and so do ours. Another number of the same value is not a group.
     """
     return isinstance(ranks, dist.ProcessGroup) or ranks is dist.GroupMember.NON_GROUP_MEMBER
 
@@ -55,7 +56,7 @@ def group_of(ranks: JoinedRanks) -> dist.ProcessGroup | None:
         )
     context = current()
     new_group = dist.new_group if context is None else context.new_group
-    parts = _by_node() if isinstance(ranks, str) else _consecutive(ranks)
+    parts = _consecutive(ranks) if isinstance(ranks, int) else _by_node()
     groups = [new_group(part) for part in parts]  # every rank must take part in all of them
     return next(group for part, group in zip(parts, groups, strict=True) if dist.get_rank() in part)
 
@@ -75,6 +76,7 @@ def batchnorm_group() -> dist.ProcessGroup | None:
 
 
 def _consecutive(size: int) -> list[list[int]]:
+    """Return groups of ``size`` ranks; the last one may be smaller."""
     ranks = range(dist.get_world_size())
     return [list(ranks[start : start + size]) for start in ranks[::size]]
 

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext.checksum import checksum, version_of
+from lightning_ddp_ext.checksum import checksum
 
 _MAX_TOTAL_BYTES = 1 << 20  # recording masks and queues in every step would take too long
+
+# Returns a number that changes whenever a tensor is changed in place.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 class RecordedBuffers:

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext.checksum import checksum, version_of
+from lightning_ddp_ext.checkpoint.recorded_buffers import version_of
+from lightning_ddp_ext.checksum import checksum
 
 # A momentum encoder that equals its source at first changes in the second step.
 _STEPS_COMPARED_AT_FIRST = 2

@@ -52,7 +52,7 @@ from .data.uneven import UnevenMode
 from .ddp import CommHook, GradientAveraging
 from .layer_sync import RanksLayerSync
 from .logged_values import LoggedValues, Reduction
-from .named_calls import check_received, enter_broadcast, enter_call, enter_decision
+from .named_calls import enter_broadcast, enter_call, enter_decision
 from .options import refuse_unknown
 from .private.compat import trainer_of
 from .private.lightning_tree import ClusterEnvironment, pl, refuse_other_tree
@@ -64,6 +64,7 @@ from .start.launchers import Collaborators, ProcessesLauncher, ScriptLauncher
 from .stopping.recorder import Recorder
 from .stopping.rescue import Rescue
 from .stopping.stops import StopController, default_deadline
+from .strategy_ranks import check_received
 
 T = TypeVar("T")
 

@@ -42,8 +42,8 @@ class Channel:
     Attributes:
         ended: the ranks whose connections closed, with the reasons; a reason is empty
             if the rank left in order.
-        arrived: notified after each message and each closed connection; any thread may
-            hold its lock briefly.
+        arrived: notified after each message and each closed connection. No message is
+            delivered while a thread holds its lock.
     """
 
     def __init__(self, heartbeat: float) -> None:
@@ -92,7 +92,11 @@ class Channel:
     def send(self, topic: str, body: Message, ranks: Collection[int] | None = None) -> None:
         """Send a message to rank 0; on rank 0, to ``ranks``, by default all others.
 
-        All ranks receive messages in the same order. Never waits or raises.
+        All ranks receive messages in the same order. Never waits, and does not raise if
+        a connection is lost. A message that is too long is logged instead.
+
+        Raises:
+            TypeError: ``body`` is not JSON.
         """
         line = encode(topic, body)
         if len(line) > MAX_MESSAGE:  # the receiver would close the connection
@@ -115,10 +119,11 @@ class Channel:
     def listen(self, topic: str, listener: Listener) -> None:
         """Have ``listener`` called with each message on a topic.
 
-        This thread calls it with messages that arrived earlier, and the serving thread
-        with later ones.
+        This thread calls it with messages that arrived earlier, while it holds the lock
+        of ``arrived``, and the serving thread with later ones. So it must neither wait
+        for another thread nor for a message.
         """
-        with self.arrived:  # no later message is delivered meanwhile
+        with self.arrived:  # later messages stay behind the earlier ones
             for body in self._unclaimed.pop(topic, []):
                 listener(body)
             self._listeners[topic] = listener
@@ -221,8 +226,11 @@ class Channel:
         await asyncio.sleep(0)  # in which the loop closes their sockets
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Accept connections until this is cancelled, and close the listener."""
-        # Without descriptors, asyncio's server tries a thousand times in each attempt.
+        """Accept connections until this is cancelled, and close the listener.
+
+        asyncio's own server would log an error for each place in the backlog whenever
+        file descriptors run out.
+        """
         has_warned = False
         with listener:
             while True:
@@ -242,19 +250,17 @@ class Channel:
     async def _open(self, connected: socket.socket, rank: int | None = None) -> None:
         connection = Connection(connected, self._heartbeat, self._handle_message, self._handle_lost)
         self._connections.add(connection)
-        if rank is not None:
-            self.adopt(rank, connection)
         await self._loop.create_connection(lambda: connection, sock=connected)
+        if rank is not None:  # before the event loop reads a message
+            self.adopt(rank, connection)
 
     def _flush(self) -> None:
         while self._outgoing:
             line, ranks = self._outgoing[0]
-            try:
-                for rank, connection in self._peers.items():
-                    if ranks is None or rank in ranks:
-                        connection.send(line)
-            finally:
-                self._outgoing.popleft()
+            for rank, connection in self._peers.items():
+                if ranks is None or rank in ranks:
+                    connection.send(line)
+            self._outgoing.popleft()  # not before, because of `wait_until_sent`
         with self.arrived:
             self.arrived.notify_all()
 
@@ -264,7 +270,7 @@ class Channel:
         if connection.rank is None:
             self._admit(connection, topic, body)
         elif topic == _LEAVING:
-            self.ended[connection.rank] = ""
+            connection.has_left = True
         else:
             self._route(topic, {**body, "from": connection.rank})
         with self.arrived:
@@ -288,9 +294,10 @@ class Channel:
         rank = connection.rank
         if rank is None or self._peers.get(rank) is not connection:
             return
+        reason = "" if connection.has_left else connection.close_reason
         with self.arrived:
             del self._peers[rank]
-            reason = self.ended.setdefault(rank, connection.close_reason)
+            self.ended[rank] = reason
             on_closed = self._on_closed
             self.arrived.notify_all()
         if not self._is_closing:

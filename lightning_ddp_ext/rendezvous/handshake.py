@@ -23,8 +23,8 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from torch.distributed import Store, TCPStore
@@ -70,6 +70,38 @@ class Link(NamedTuple):
     here: str
 
 
+@dataclass(frozen=True)
+class Replies:
+    """Rank 0's replies to the latest hello, as in the table of the module.
+
+    A field is empty, or 0, until its reply arrives.
+    """
+
+    accepted: int = 0
+    retry: str = ""
+    refused: Sequence[Any] = ()
+    welcome: Sequence[Sequence[Any]] = ()
+    route: str = ""
+
+    def is_hello_answered(self) -> bool:
+        """Whether rank 0 has accepted or rejected this rank."""
+        return bool(self.accepted or self.retry or self.refused)
+
+    def is_start_decided(self) -> bool:
+        """Whether all ranks are connected, or the start has failed."""
+        return bool(self.welcome or self.refused)
+
+    @property
+    def table(self) -> tuple[RankInfo, ...]:
+        """All ranks, in order, once this rank is welcome."""
+        return tuple(RankInfo(*values) for values in self.welcome)
+
+    def raise_if_refused(self) -> None:
+        """Raise the error of the refusal, if any."""
+        if self.refused:
+            raise error_in(self.refused)
+
+
 class Handshake:
     """Connects this rank to rank 0."""
 
@@ -80,11 +112,11 @@ class Handshake:
         self._hello = hello
         self._channel = channel
         self._deadline = deadline
-        self._replies: Message = {}  # rank 0's latest ones, which the channel's thread adds
+        self._replies = Replies()
         self._last_error = OSError("not tried")
         self._published: Address | None = None
         self._where = ""  # the latest address that accepted a connection, for messages
-        channel.listen("handshake", self._replies.update)
+        channel.listen("handshake", self._handle_message)
 
     def connect(self) -> Connections:
         """Connect to rank 0, and wait until all ranks are connected.
@@ -103,7 +135,7 @@ class Handshake:
             self._report_end(error)
             raise
         is_on_network_of_rank_zero = self._hello.info.network == table[0].network
-        route = self._replies["route"] if is_on_network_of_rank_zero else link.here
+        route = self._replies.route if is_on_network_of_rank_zero else link.here
         return Connections(self._channel, table, store, store_sockets, route, self._withdraw)
 
     def _report_end(self, error: BaseException) -> None:
@@ -112,11 +144,11 @@ class Handshake:
         After the welcome it is the failure of a rank; before, rank 0 refuses all ranks.
         """
         info = self._hello.info
-        if "welcome" in self._replies:
+        if self._replies.welcome:
             if 0 in self._channel.ended:
                 self._withdraw()
             self._channel.send("event", asdict(event_of("failed", info, reason_of(error))))
-        elif "refused" not in self._replies:
+        elif not self._replies.refused:
             self._channel.send("handshake", {"gave_up": str(gave_up_error(info, error))})
 
     def _withdraw(self) -> None:
@@ -155,26 +187,28 @@ class Handshake:
     def send_hello(self, host: str, address: Address) -> Link:
         """Wait until the process at an address has accepted this rank.
 
+        Public because rank 0 uses it to detect another rank 0.
+
         Raises:
-            OSError: it does not reply, or belongs to another run.
-            RendezvousError: it is rank 0, and has refused this rank.
+            OSError: it does not reply, or replies that this rank should try again.
+            RendezvousError: it is a rank 0, and has refused this rank.
         """
         connected = self._connect(host, address.port)
         self._where = f"{host}:{address.port}"
         link = Link(host_of(connected.getpeername()), host_of(connected.getsockname()))
         self._channel.connect(0, connected)
-        self._replies.clear()
+        self._replies = Replies()
         self._channel.send("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
         # Rank 0 may be busy, so only a closed connection, the deadline or a changed
         # address ends this wait.
-        while not self._wait_for(
-            "accepted", min(self._request.timeouts.connect, self._deadline.remaining)
+        while not self._wait_until(
+            Replies.is_hello_answered,
+            min(self._request.timeouts.connect, self._deadline.remaining),
         ):
             if self._deadline.expired or self._request.endpoint.look_up(self._deadline) != address:
                 break
-        if "refused" in self._replies:
-            raise error_in(self._replies["refused"])
-        if "accepted" not in self._replies:
+        self._replies.raise_if_refused()
+        if not self._replies.accepted:
             raise OSError(self._reason_without_reply())
         return link
 
@@ -193,8 +227,8 @@ class Handshake:
         closed = self._channel.ended.get(0)
         if closed == MALFORMED:
             return "another program is answering there"
-        if "retry" in self._replies:
-            return str(self._replies["retry"])
+        if self._replies.retry:
+            return self._replies.retry
         if closed is None:
             return "it accepted the connection, but did not reply"
         return "it closed the connection without replying"
@@ -239,7 +273,7 @@ class Handshake:
 
         After the welcome, hundreds of ranks would connect to the store simultaneously.
         """
-        port = self._replies["accepted"]
+        port = self._replies.accepted
         try:
             return connect_store(host, port, self._deadline, self._raise_if_ended)
         except RendezvousError:
@@ -247,25 +281,22 @@ class Handshake:
             raise
 
     def _await_welcome(self) -> tuple[RankInfo, ...]:
-        if not self._wait_for("welcome", self._deadline.remaining):
+        if not self._wait_until(Replies.is_start_decided, self._deadline.remaining):
             self._channel.send("handshake", {"overdue": self._deadline.seconds})
-            self._wait_for("welcome", self._request.timeouts.answer)
-        if "welcome" not in self._replies:
+            self._wait_until(Replies.is_start_decided, self._request.timeouts.answer)
+        if not self._replies.welcome:
             self._raise_if_ended()
             raise self._lost("did not reply")
-        return self._table()
-
-    def _table(self) -> tuple[RankInfo, ...]:
-        return tuple(RankInfo(*values) for values in self._replies["welcome"])
+        return self._replies.table
 
     def _raise_if_ended(self) -> None:
-        if "refused" in self._replies:
-            raise error_in(self._replies["refused"])
-        if 0 in self._channel.ended and "welcome" in self._replies:
+        self._replies.raise_if_refused()
+        if 0 not in self._channel.ended:
+            return
+        if self._replies.welcome:
             reason = self._channel.ended[0] or "it closed the connection"
-            raise event_of("died", self._table()[0], reason).to_error()
-        if 0 in self._channel.ended:
-            raise self._lost("closed the connection")
+            raise event_of("died", self._replies.table[0], reason).to_error()
+        raise self._lost("closed the connection")
 
     def _lost(self, finding: str) -> RendezvousError:
         return RendezvousError(
@@ -273,14 +304,18 @@ class Handshake:
             " 0's output"
         )
 
-    def _wait_for(self, reply: str, seconds: float) -> bool:
-        """Return whether the wait for a reply ends within ``seconds``.
+    def _handle_message(self, body: Message) -> None:
+        """Add a reply; on the channel's thread."""
+        del body["from"]
+        self._replies = replace(self._replies, **body)
 
-        It also ends with a refusal, a request to retry, or a closed connection.
+    def _wait_until(self, condition: Callable[[Replies], bool], seconds: float) -> bool:
+        """Wait until ``condition`` holds or the connection is closed.
+
+        Return whether one of them happened within ``seconds``.
         """
-        ends = {reply, "refused", "retry"}
         return self._channel.wait_for(
-            lambda: bool(ends & self._replies.keys()) or 0 in self._channel.ended, seconds
+            lambda: condition(self._replies) or 0 in self._channel.ended, seconds
         )
 
 
@@ -299,7 +334,7 @@ def refusal_of(error: RendezvousError) -> Message:
     return {"refused": [type(error).__name__, str(error), *getattr(error, "missing", ())]}
 
 
-def error_in(refused: list[Any]) -> RendezvousError:
+def error_in(refused: Sequence[Any]) -> RendezvousError:
     """Return the error from the content of a refusal."""
     kind, sentence, *missing = refused
     if kind == MissingRanksError.__name__:

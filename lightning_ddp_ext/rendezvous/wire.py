@@ -39,6 +39,7 @@ class Connection(asyncio.Protocol):
     Attributes:
         socket: the connected socket.
         rank: the peer's rank; ``None`` until it is known.
+        has_left: whether the peer has announced an orderly exit.
         close_reason: why the connection was closed; empty while it is open.
         lost: done after ``on_lost`` was called.
     """
@@ -54,6 +55,7 @@ class Connection(asyncio.Protocol):
         _keep_alive(connected, heartbeat)
         self.socket = connected
         self.rank: int | None = None
+        self.has_left = False
         self.close_reason = ""
         self.lost = asyncio.get_running_loop().create_future()
         self._silence_reason = f"no sign of life from its host for {heartbeat:g} s"

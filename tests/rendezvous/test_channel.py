@@ -3,6 +3,7 @@
 import json
 import queue
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import pytest
 
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.sockets import listen
-from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, NOT_READING
+from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, NOT_READING, encode
 
 LONG_TEXT = "x" * (MAX_MESSAGE // 2)
 MESSAGES = 12  # 6 times the longest message, beyond a socket's buffer
@@ -51,3 +52,16 @@ def test_a_rank_that_does_not_read_is_dropped(ends: Ends) -> None:
     while closed.empty():
         ends.rank_zero.send("a", {"text": LONG_TEXT})
     assert closed.get() == (1, NOT_READING)
+
+
+def test_a_rank_that_leaves_is_reported_when_its_connection_closes(ends: Ends) -> None:
+    """The announcement of an orderly exit is not reported as the exit itself."""
+    is_announced = threading.Event()
+    ends.rank_zero.listen("after", lambda _: is_announced.set())
+    ends.rank_one.sendall(encode("leaving", {}) + encode("after", {}))
+    assert is_announced.wait(10.0)
+    closed = queue.SimpleQueue[tuple[int, str]]()
+    ends.rank_zero.on_closed(lambda rank, reason: closed.put((rank, reason)))
+    assert closed.empty()
+    ends.rank_one.close()
+    assert closed.get(timeout=10.0) == (1, "")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import RankAbsentError, RankDiedError
-from lightning_ddp_ext.integration.named_calls import ranks_of
+from lightning_ddp_ext.integration.strategy_ranks import ranks_of
 from lightning_ddp_ext.rendezvous.peers import event_of
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups

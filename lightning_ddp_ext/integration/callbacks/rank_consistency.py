@@ -15,9 +15,9 @@ from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.checksum import raise_if_different
 from lightning_ddp_ext.errors import ConfigurationError
 
-from ..named_calls import ranks_of
 from ..private.compat import averages_models
 from ..private.lightning_tree import pl
+from ..strategy_ranks import ranks_of
 
 
 class RankConsistency(pl.Callback):

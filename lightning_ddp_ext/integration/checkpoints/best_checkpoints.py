@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..named_calls import ranks_of
 from ..private.lightning_tree import fabric, pl
+from ..strategy_ranks import ranks_of
 
 # What a ModelCheckpoint records; each rank computes it from its own values.
 _RECORD = (

@@ -26,9 +26,9 @@ from lightning_ddp_ext.supervision.failure import explain, may_be_echo
 from lightning_ddp_ext.supervision.stacks import call_site
 from lightning_ddp_ext.threads import wait_for_gpus
 
-from ..named_calls import ranks_of
 from ..private.compat import trainer_of
 from ..private.lightning_tree import TrainerStatus, pl, rank_zero_warn
+from ..strategy_ranks import ranks_of
 from .checkpoint_io import RankZeroCheckpointIO
 from .loaded_content import adapt_to_model
 from .loading_overrides import may_keep_weights

@@ -28,12 +28,7 @@ from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, Train
 from lightning_ddp_ext.data.loader_kinds import rewind
 from lightning_ddp_ext.data.seeding import WorkerSeeding
 
-from ..private.compat import (
-    active_loop_of,
-    combined_iterator_of,
-    iterators_of,
-    schedule_timed_validation,
-)
+from ..private.compat import active_loop_of, combined_iterator_of, iterators_of
 from ..private.replaced_methods import ReplacedMethods
 from ..start.devices import RankDevicesStrategy
 from ..stopping.recorder import Recorder
@@ -44,6 +39,7 @@ from .positions import epoch_of, positions_of
 from .resumed_epoch import ResumedEpoch
 from .saved_epoch import read_saved
 from .uneven import UnevenInputs
+from .validation_clock import schedule_timed_validation
 
 ResumeData = Literal["exact", "strict", "epoch", "stock"]
 

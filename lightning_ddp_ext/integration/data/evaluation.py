@@ -28,10 +28,10 @@ from lightning_ddp_ext.data.loader_properties import (
 )
 from lightning_ddp_ext.data.resampled import PermanentBatchSampler, make_permanent
 
-from ..named_calls import ranks_of
 from ..private.compat import active_loop_of, mode_of, results_of, takes_iterator
 from ..private.lightning_tree import RunningStage
 from ..start.devices import RankDevicesStrategy
+from ..strategy_ranks import ranks_of
 from .uncounted_step import uncounted
 
 IdleRanks = tuple[int, ...]  # the ranks whose batches do not count in a step

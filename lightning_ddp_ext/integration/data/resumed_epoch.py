@@ -35,11 +35,11 @@ from lightning_ddp_ext.errors import ResumeError
 from lightning_ddp_ext.rank_lists import ranks_in_words
 
 from ..callbacks.hang_watchdog import report_progress
-from ..named_calls import ranks_of, refuse
 from ..private.compat import end_epoch_after, end_restart, mode_of
 from ..private.lightning_tree import pl, rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
 from ..start.devices import RankDevicesStrategy
+from ..strategy_ranks import ranks_of, refuse
 from .positions import epoch_of, positions_of, training_loaders_of
 from .resumed_random_state import ResumedRandomState
 from .saved_epoch import SavedEpoch

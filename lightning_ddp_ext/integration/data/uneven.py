@@ -19,9 +19,10 @@ from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.shortest import AHEAD, end_together
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 
-from ..named_calls import group_of_small_collectives, ranks_of, refuse, report_step
+from ..named_calls import report_step
 from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of
 from ..start.devices import RankDevicesStrategy
+from ..strategy_ranks import group_of_small_collectives, ranks_of, refuse
 from .positions import positions_of
 from .training_data import (
     are_finite_and_equal,

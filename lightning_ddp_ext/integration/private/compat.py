@@ -1,20 +1,16 @@
-"""Read and set private attributes of Lightning's objects.
+"""Read and set the state of Lightning's objects that has no public name.
 
-Each function stands for one of them, and is the only place that has its name. They are
-read with :func:`private`, which reports a name that the installed Lightning lacks.
+Private attributes are read by :func:`private`, which reports a name that the installed
+Lightning lacks. If a name may be missing, the function that uses it says so.
 """
 
 from __future__ import annotations
 
 import math
 import signal
-import time
 import traceback
 from datetime import timedelta
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from .lightning_tree import (
     Loop,
@@ -189,7 +185,8 @@ def checkpoint_of_requeued_job(trainer: Any) -> str | None:
 def end_epoch_after(trainer: Any, batches: int) -> None:
     """Make Lightning treat the batch with this number as the epoch's last one.
 
-    Lightning does the same for loaders without a length.
+    If Lightning validates once per epoch, it does so after this batch. Lightning
+    handles loaders without a length in the same way.
     """
     fetcher = fetcher_of(trainer.fit_loop)
     if fetcher.length is not None:
@@ -197,30 +194,22 @@ def end_epoch_after(trainer: Any, batches: int) -> None:
     interval = trainer.val_check_interval
     validates_each_epoch = isinstance(interval, float) and interval == 1.0
     if validates_each_epoch:
-        # Validate after the last batch, regardless of its number.
-        trainer.val_check_batch = math.inf
+        trainer.val_check_batch = math.inf  # after the last batch, regardless of its number
 
 
-def schedule_timed_validation(trainer: Any, validated_at: float) -> None:
-    """Make either all ranks or none validate after the next batch.
+def validation_interval_of(trainer: Any) -> float | None:
+    """Return the seconds between validations, for ``val_check_interval=timedelta(...)``."""
+    interval: float | None = getattr(trainer, "_val_check_time_interval", None)  # not in 2.5
+    return interval
 
-    This is for ``val_check_interval=timedelta(...)``. In Lightning each rank reads its
-    own clock, so one rank may validate while another trains. Here rank 0's clock
-    decides. Collective if such an interval is set.
 
-    Args:
-        trainer: the Trainer.
-        validated_at: the value of ``time.monotonic()`` at the last validation, or at
-            the start of training.
+def set_last_validation(trainer: Any, seconds: float) -> None:
+    """Set the time of the last validation, from which Lightning counts the interval.
+
+    It is in seconds of ``time.monotonic()``. Lightning creates this attribute only after
+    it has read the first batch, so a missing name cannot be reported.
     """
-    interval = getattr(trainer, "_val_check_time_interval", None)  # not in Lightning 2.5
-    if interval is None or trainer.world_size == 1:
-        return
-    is_due_here = time.monotonic() - validated_at >= interval
-    is_due = torch.tensor(int(is_due_here), device=trainer.strategy.root_device)
-    dist.broadcast(is_due, src=0)
-    # After the batch, Lightning subtracts this from its clock and compares the interval.
-    trainer._last_val_time = -math.inf if is_due else math.inf
+    trainer._last_val_time = seconds
 
 
 def needs_sampler(trainer: Any, loader: Any) -> bool:
@@ -284,7 +273,7 @@ def restore_handlers(trainer: Any) -> None:
 def treat_next_exception_as_stop(trainer: Any) -> None:
     """Make Lightning end the Trainer's run as it does after SIGTERM."""
     connector = private(trainer, "_signal_connector")
-    private(connector, "received_sigterm")
+    private(connector, "received_sigterm")  # if it is missing, Lightning would ignore the next line
     connector.received_sigterm = True
 
 

@@ -1,8 +1,9 @@
-"""Import ``pl`` and ``fabric`` from the Lightning tree that this module is loaded for.
+"""Import Lightning's names from the tree that this module is loaded for.
 
-The tree is ``lightning.pytorch`` or ``pytorch_lightning``; see ``trees``. Lightning's
-private names are only imported here, without the leading underscore; ``compat`` reads
-private attributes.
+The tree is ``lightning.pytorch`` or ``pytorch_lightning``; see ``trees``. ``pl`` and
+``fabric`` are its packages. The private names that this package uses are imported only
+here, without the leading underscore, and some public names for short. ``compat`` reads
+the private attributes of objects.
 """
 
 from __future__ import annotations
@@ -10,14 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.trees import ADAPTERS
 
-# The names under which our modules are loaded, by Lightning tree.
-_PACKAGES = {
-    "lightning": "lightning_ddp_ext.integration",
-    "pytorch_lightning": "lightning_ddp_ext.pytorch_lightning",
-}
-
-if TYPE_CHECKING or __name__.startswith(f"{_PACKAGES['lightning']}."):
+if TYPE_CHECKING or __name__.startswith(f"{ADAPTERS['lightning.pytorch']}."):
     import lightning.fabric as fabric
     import lightning.pytorch as pl
 else:
@@ -48,11 +44,12 @@ def refuse_other_tree(*objects: object) -> None:
 
     The message shows the right import.
     """
+    [other_name] = ADAPTERS.keys() - {lightning_name}
     own = lightning_name.partition(".")[0]
-    [other] = _PACKAGES.keys() - {own}
+    other = other_name.partition(".")[0]
     for extension in objects:
         for base in type(extension).__mro__:
-            if base.__module__.startswith(f"{_PACKAGES[other]}."):
+            if base.__module__.startswith(f"{ADAPTERS[other_name]}."):
                 raise ConfigurationError(
                     f"{base.__name__} is made for {other}, but this Trainer is from {own}; "
                     f"write 'from lightning_ddp_ext.{own} import {base.__name__}'"

@@ -36,10 +36,10 @@ from ..checkpoints.fit_identity import KEY as FILE_KEY
 from ..checkpoints.run_files import RunFiles
 from ..data.cursor import EpochCursor
 from ..data.saved_epoch import KEY, make_section
-from ..named_calls import ranks_of
 from ..private.compat import is_in_closure, is_in_optimizer_step
 from ..private.lightning_tree import rank_zero_warn
 from ..start.devices import RankDevicesStrategy
+from ..strategy_ranks import ranks_of
 from .last_step import (
     LastStep,
     RankStates,

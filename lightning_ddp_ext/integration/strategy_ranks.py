@@ -1,0 +1,57 @@
+"""Exchange values and errors between the ranks of a Lightning strategy."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from lightning_ddp_ext.ranks import Ranks
+from lightning_ddp_ext.rendezvous.process_context import current
+
+from .private.lightning_tree import pl
+
+
+def check_received() -> None:
+    """Raise the error of the rank that failed if received values may be arbitrary.
+
+    NCCL's collectives return when they are aborted, so this must be called before a
+    received value is used.
+    """
+    context = current()
+    if context is not None and context.has_arbitrary_values:
+        context.peers.check()
+
+
+def ranks_of(strategy: pl.strategies.Strategy) -> Ranks:
+    """Return the ranks of a strategy, as this rank sees them.
+
+    A strategy of one rank may run in a process that is one of several ranks elsewhere.
+    """
+    world_size = getattr(strategy, "world_size", 1) if dist.is_initialized() else 1
+    rank = dist.get_rank() if world_size > 1 else 0
+    context = current()
+    if context is None or world_size == 1:
+        return Ranks(rank, world_size, strategy.root_device)
+    return Ranks(rank, world_size, strategy.root_device, check=context.peers.check)
+
+
+def group_of_small_collectives() -> dist.ProcessGroup | None:
+    """Return a gloo group of all ranks, or ``None`` if they are connected by other code.
+
+    ``None`` stands for the default group. Collective the first time.
+    """
+    context = current()
+    if context is None:
+        return None
+    return context.new_group(backend="gloo", purpose="small collectives")
+
+
+def refuse(strategy: pl.strategies.Strategy, error: Exception) -> NoReturn:
+    """Raise an error that every rank has found, after a barrier.
+
+    Without the barrier, slower ranks may report another failure. Collective: every rank
+    must call it.
+    """
+    strategy.barrier("before an error")
+    raise error
