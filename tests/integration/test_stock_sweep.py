@@ -214,14 +214,12 @@ def cover() -> list[Program]:
 
 
 class Watching(L.Callback):
-    """Records the calls of hooks except those of checkpoints, and draws a random number in
-    some of them.
-    """
+    """Records the calls of all hooks, and draws a random number in some of them."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
         for name in dir(L.Callback):
-            if name.startswith("on_") and "checkpoint" not in name:
+            if name.startswith("on_"):
                 setattr(self, name, partial(self._record, name))
 
     def _record(self, name: str, trainer: L.Trainer, *_: Any, **__: Any) -> None:
