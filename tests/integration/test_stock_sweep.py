@@ -348,7 +348,6 @@ class Play:
 
     def run(self) -> list[Any]:
         """Run the program; return what it has seen after the fit and each later call."""
-        L.seed_everything(7, verbose=False)
         trainer = self.make_trainer()
         trainer.fit(self.module)
         found: list[Any] = [self.seen_with(trainer)]
@@ -389,6 +388,7 @@ def play(kind: training.Kind, program: Program, rank: int, ranks: int, place: Pa
     if kind == "stock" and not dist.is_initialized():
         store = f"file://{shared}/store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    L.seed_everything(7, verbose=False)
     try:
         return Play(program, kind, shared, place / "program").run()
     except RankFailedError:
