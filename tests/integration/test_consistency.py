@@ -3,7 +3,7 @@ under stock ``ddp``.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,9 @@ def test_own_statistics_may_differ(kind: Kind, tmp_path: Path) -> None:
 
 
 def test_the_error_names_the_first_tensor_and_the_ranks(tmp_path: Path) -> None:
-    """Among three ranks, the error names the one that differs from the other two."""
+    """Among three ranks, the error names the one that differs from the other two, its first
+    tensor, and how many differ; its attributes name all of them.
+    """
     training = Training(flip_weight_and_bias, rank=0, world_size=3, every_n_steps=2)
     for error in on_ranks("stock", train, tmp_path, training, world_size=3):
         assert str(error).startswith(
@@ -189,17 +191,25 @@ class Sharded(Net):
         return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.01)
 
 
-def resume_sharded(kind: Kind, directory: Path) -> None:
-    """Train an epoch, and another one from its checkpoint, and compare after each step."""
-    path = directory / "sharded.ckpt"
-    first = fit(kind, directory, Sharded(), RankConsistency(1), max_epochs=1)
+def resume(kind: Kind, directory: Path, training: Training) -> DivergenceError | None:
+    """Train an epoch without a change, and another one from its checkpoint by ``train``."""
+    path = directory / "first_epoch.ckpt"
+    first = fit(kind, directory, training.model(), RankConsistency(1), max_epochs=1)
     first.save_checkpoint(path)
-    fit(kind, directory, Sharded(), RankConsistency(1), max_epochs=2, ckpt_path=path)
+    options = {"max_epochs": 2, "ckpt_path": path}
+    return train(kind, directory, replace(training, options=options))
+
+
+def test_a_loaded_optimiser_state_is_compared(tmp_path: Path) -> None:
+    """A difference in the state of a checkpoint is found before the first step."""
+    errors = on_ranks("ours", resume, tmp_path, Training(flip_momentum, after_batch=0))
+    assert_all_differ(errors, "at the start of training", MOMENTUM)
 
 
 def test_a_sharded_optimiser_is_left_out(tmp_path: Path) -> None:
-    """Each rank may have the states of other parameters, also after a resume."""
-    on_ranks("ours", resume_sharded, tmp_path)
+    """A state that each rank has of other parameters is not compared, nor after a resume."""
+    training = Training(change_nothing, model=Sharded)
+    assert on_ranks("ours", resume, tmp_path, training) == [None, None]
 
 
 def average(kind: Kind, directory: Path) -> str:
@@ -214,7 +224,7 @@ def average(kind: Kind, directory: Path) -> str:
 
 
 def test_models_that_are_averaged_are_refused(tmp_path: Path) -> None:
-    """Such models differ on purpose."""
+    """Every rank's error asks for a strategy whose ranks have the same model."""
     for message in on_ranks("stock", average, tmp_path):
         assert message.startswith(
             "RankConsistency needs a strategy with the same model on each rank"

@@ -5,14 +5,15 @@ prompt.
 import inspect
 import os
 import socket
-import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,23 +44,39 @@ class Secretive(Net):
         return loss
 
 
+def train(
+    rank: int,
+    world_size: int,
+    directory: Path,
+    *callbacks: L.Callback,
+    has_breakpoint: bool = False,
+    **strategy: Any,
+) -> dict[str, Tensor]:
+    """Train one epoch, and return the weights."""
+    torch.manual_seed(1)
+    model = Secretive(has_breakpoint)
+    training.fit("ours", directory, model, *callbacks, strategy=strategy, max_epochs=1)
+    return training.weights(model)
+
+
 def train_with_editor(rank: int, world_size: int, directory: Path, port: int) -> dict[str, Tensor]:
     """Train with time limits that are shorter than the time in the debugger."""
-    torch.manual_seed(1)
-    model = Secretive(has_breakpoint=False)
     callbacks = [RankDebugger(1, port), HangWatchdog(timeout=LIMIT)]
-    training.fit("ours", directory, model, *callbacks, strategy={"timeout": LIMIT}, max_epochs=1)
-    return training.weights(model)
+    return train(rank, world_size, directory, *callbacks, timeout=LIMIT)
 
 
 def train_at_prompt(rank: int, world_size: int, directory: Path) -> dict[str, Tensor]:
     """Train with torch's debugger, which reads commands from a file."""
     (directory / f"typed{rank}").write_text("up\np f'secret is {secret}'\nnext\ncontinue\n")
     os.dup2(os.open(directory / f"typed{rank}", os.O_RDONLY), STDIN)
-    torch.manual_seed(1)
-    model = Secretive(has_breakpoint=True)
-    training.fit("ours", directory, model, max_epochs=1)
-    return training.weights(model)
+    return train(rank, world_size, directory, has_breakpoint=True)
+
+
+def assert_trained_as_without_debugger(debugged: list[ranks.Outcome], directory: Path) -> None:
+    """Train without a debugger, and assert that the weights are the same."""
+    directory.mkdir()
+    undisturbed = ranks.run_ranks(train, 2, directory)
+    training.assert_same([outcome.result for outcome in debugged], undisturbed)
 
 
 class Editor:
@@ -72,7 +89,9 @@ class Editor:
         connected = socket.create_connection(("127.0.0.1", port))
         self._channel = JsonMessageChannel(JsonIOStream.from_socket(connected), self)
         self._channel.start()
-        self.close = self._channel.close
+
+    def close(self) -> None:
+        self._channel.close()
 
     def event(self, event: Any) -> None:
         """Called by the channel."""
@@ -87,43 +106,50 @@ class Editor:
     def request(self, command: str, **arguments: Any) -> Any:
         return self._channel.request(command, arguments)
 
+    def set_breakpoints(self, *lines: int) -> None:
+        """Set the breakpoints in this file, instead of earlier ones."""
+        breakpoints = [{"line": line} for line in lines]
+        self.request("setBreakpoints", source={"path": __file__}, breakpoints=breakpoints)
+
 
 @contextmanager
 def attached(port: int) -> Iterator[Editor]:
     """Yield an editor, from when it attaches until the debugged rank exits."""
-    editor = Editor(port)
-    editor.request("initialize", adapterID="test", pathFormat="path")
-    editor.send("attach", justMyCode=True)
-    editor.wait_for("initialized")
-    yield editor
-    editor.wait_for("terminated")
-    editor.close()
+    with closing(Editor(port)) as editor:
+        editor.request("initialize", adapterID="test", pathFormat="path")
+        editor.send("attach", justMyCode=True)
+        editor.wait_for("initialized")
+        yield editor
+        editor.wait_for("terminated")
+
+
+def line_to_stop_in() -> int:
+    lines, start = inspect.getsourcelines(Secretive.training_step)
+    return start + next(
+        number for number, text in enumerate(lines) if "an editor stops here" in text
+    )
 
 
 def read_secret(editor: Editor) -> str:
-    """Stop in the training step, read a variable, and continue."""
-    lines, start = inspect.getsourcelines(Secretive.training_step)
-    line = start + next(
-        number for number, text in enumerate(lines) if "an editor stops here" in text
-    )
-    editor.request("setBreakpoints", source={"path": __file__}, breakpoints=[{"line": line}])
+    """Stop in the training step for longer than the limits, read a variable, and continue."""
+    line = line_to_stop_in()
+    editor.set_breakpoints(line)
     editor.request("configurationDone")
     thread = editor.wait_for("stopped")["threadId"]
     frame = editor.request("stackTrace", threadId=thread)["stackFrames"][0]
     assert (frame["name"], frame["line"]) == ("training_step", line)
     scope = editor.request("scopes", frameId=frame["id"])["scopes"][0]
-    variables = editor.request("variables", variablesReference=scope["variablesReference"])[
-        "variables"
-    ]
-    threading.Event().wait(LIMIT + 1)  # a user thinks
-    editor.request("setBreakpoints", source={"path": __file__}, breakpoints=[])
+    reference = scope["variablesReference"]
+    variables = editor.request("variables", variablesReference=reference)["variables"]
+    time.sleep(LIMIT + 1)  # waits for nothing: the user thinks, and no limit may end the wait
+    editor.set_breakpoints()
     editor.request("continue", threadId=thread)
     return str(next(each["value"] for each in variables if each["name"] == "secret"))
 
 
 def test_an_editor_stops_in_one_rank_while_the_other_waits(tmp_path: Path) -> None:
-    """The editor reads that rank's variable, and training ends with the weights that it
-    has at torch's prompt.
+    """The editor holds that rank for longer than all time limits, and training then
+    ends with the weights that it has without a debugger.
     """
     port = ranks.free_port()
     with ranks.RankProcesses(train_with_editor, 2, tmp_path, port) as processes:
@@ -132,11 +158,16 @@ def test_an_editor_stops_in_one_rank_while_the_other_waits(tmp_path: Path) -> No
             assert read_secret(editor) == "1010"
         debugged = processes.wait()
     assert "HangWatchdog is off while a rank is being debugged" in debugged[0].output
-    directory = tmp_path / "prompt"
-    directory.mkdir()
-    at_prompt = ranks.launch_ranks(train_at_prompt, 2, directory)
-    training.assert_same([each.result for each in debugged], [each.result for each in at_prompt])
-    assert "(Pdb) 'secret is 1010'" in at_prompt[1].output
+    assert_trained_as_without_debugger(debugged, tmp_path / "undisturbed")
+
+
+def test_torchs_prompt_stops_in_one_rank(tmp_path: Path) -> None:
+    """The prompt prints that rank's variable, and training ends with the weights that it
+    has without a debugger.
+    """
+    debugged = ranks.launch_ranks(train_at_prompt, 2, tmp_path)
+    assert "(Pdb) 'secret is 1010'" in debugged[1].output
+    assert_trained_as_without_debugger(debugged, tmp_path / "undisturbed")
 
 
 def debug_rank_3(rank: int, world_size: int) -> str:

@@ -1,343 +1,50 @@
-"""Where training continues after a checkpoint in the middle of an epoch: ``resume_data``."""
+"""``resume_data="stock"``, and checkpoints that do not say where their epoch continues."""
 
-import os
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import pytest
 import torch
-from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
+import torch.distributed as dist
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_ddp_ext import ScalableDistributedSampler
-from lightning_ddp_ext.errors import ResumeError
-from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.ranks import run_ranks
 from tests.harness.training import Kind, assert_same, on_both, on_ranks
 from tests.integration import continuing
-from tests.integration.continuing import Loaders, Numbers, Run
+from tests.integration.continuing import Run, Training
 
-# Data that has changed.
+TWO_EPOCHS = {"max_epochs": 2}
+MIDDLE = "train_batch_end-2"  # of the first epoch
+FIRST_EPOCH_END = "train_epoch_end-4"  # of 16 samples on two ranks, in batches of two
 
-SAMPLES = 16
-MORE_SAMPLES = 28
+# Lightning's own way to resume.
 
 
-def divided_by_strategy(samples: int) -> Loaders:
-    """Return loaders whose samples the strategy divides among the ranks."""
-    return lambda rank, world_size: DataLoader(Numbers(samples), 2, shuffle=True)
-
-
-def divided_by_user(samples: int) -> Loaders:
-    """Return loaders whose samples the user's sampler divides among the ranks."""
-
-    def make(rank: int, world_size: int) -> DataLoader[Any]:
-        sampler = continuing.Turning(samples, rank, world_size)
-        return DataLoader(Numbers(samples), 2, sampler=sampler)
-
-    return make
-
-
-def exact(rank: int, world_size: int) -> DataLoader[Any]:
-    """Return a loader that repeats and drops no sample; all ranks have as many batches."""
-    numbers = Numbers(15)
-    return DataLoader(numbers, 2, sampler=ScalableDistributedSampler(numbers, uneven="exact"))
-
-
-def read_by_all(**options: Any) -> Loaders:
-    """Return loaders of eight samples, all of which each rank reads."""
-    return lambda rank, world_size: DataLoader(Numbers(8), **options)
-
-
-def in_batches_of(size: int, *, drop_last: bool = False) -> Loaders:
-    return read_by_all(batch_sampler=BatchSampler(SequentialSampler(range(8)), size, drop_last))
-
-
-def dropping_on_rank_one(rank: int, world_size: int) -> DataLoader[Any]:
-    loader: DataLoader[Any] = in_batches_of(2, drop_last=rank == 1)(rank, world_size)
-    return loader
-
-
-def weighted(*, replacement: bool) -> Loaders:
-    sampler = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, replacement)
-    return lambda rank, world_size: DataLoader(Numbers(SAMPLES), 2, sampler=sampler)
-
-
-def stateful(samples: int = SAMPLES, **options: Any) -> Loaders:
-    return lambda rank, world_size: StatefulDataLoader(
-        Numbers(samples), batch_size=2, shuffle=True, **options
-    )
-
-
-def two_loaders(rank: int, world_size: int) -> CombinedLoader:
-    loaders = [divided_by_strategy(samples)(rank, world_size) for samples in (SAMPLES, 24)]
-    return CombinedLoader(loaders, "max_size_cycle")
-
-
-class Change(NamedTuple):
-    """The data of two ranks that save, and those of the ranks that resume.
-
-    Attributes:
-        message: a part of the error.
-        ranks: the number of ranks that resume.
-        batches: the number of batches in an epoch before.
-        use_distributed_sampler: the Trainer's option, with which the strategy divides samples.
-    """
-
-    before: Loaders
-    after: Loaders
-    message: str = "cannot be resumed in the middle"
-    ranks: int = 2
-    batches: int = 4
-    use_distributed_sampler: bool = True
-
-
-CHANGES = {
-    "more samples": Change(divided_by_strategy(SAMPLES), divided_by_strategy(MORE_SAMPLES)),
-    "more samples that the user divides": Change(
-        divided_by_user(SAMPLES), divided_by_user(MORE_SAMPLES), use_distributed_sampler=False
-    ),
-    "more samples of a loader with a state": Change(stateful(), stateful(MORE_SAMPLES)),
-    "a shorter stream": Change(continuing.stream(9), continuing.stream(2), batches=5),
-    "more workers of a stream": Change(
-        continuing.stream(8, **continuing.workers(1)),
-        continuing.stream(8, **continuing.workers(2)),
-        "had num_workers=1 when the checkpoint was saved, and now has 2; resume with",
-    ),
-    "workers of a loader with a state": Change(stateful(), stateful(**continuing.workers())),
-    "another order on each rank": Change(
-        read_by_all(batch_size=2, shuffle=True),
-        read_by_all(batch_size=2),
-        use_distributed_sampler=False,
-    ),
-    "other batches on each rank": Change(
-        in_batches_of(2), in_batches_of(3), use_distributed_sampler=False
-    ),
-    "another sampler on rank 1": Change(
-        in_batches_of(2), dropping_on_rank_one, use_distributed_sampler=False
-    ),
-    "another draw by weight": Change(weighted(replacement=True), weighted(replacement=False)),
-    "two loaders for one": Change(divided_by_strategy(SAMPLES), two_loaders),
-    "another number of ranks": Change(
-        stateful(),
-        stateful(),
-        "had ranks=2 when the checkpoint was saved, and now has 1; resume with",
-        ranks=1,
-    ),
-}
-REPEATED = (
-    "more samples",
-    "a shorter stream",
-    "workers of a loader with a state",
-    "two loaders for one",
-    "another number of ranks",
-)
-
-
-def training_on(
-    directory: Path, devices: int, loaders: Loaders, **options: Any
-) -> continuing.Training:
-    """Return two epochs of training on this rank, whose weights draw no random numbers."""
-    rank = int(os.environ["RANK"])
-    options = {"max_epochs": 2, "model": continuing.WITHOUT_DROPOUT, **options}
-    return continuing.Training(lambda: loaders(rank, devices), directory, devices, options)
-
-
-def save_in_second_epoch(rank: int, world_size: int, directory: Path, name: str) -> str:
-    """Return the checkpoint after two steps of epoch 1."""
-    change = CHANGES[name]
-    point = f"train_batch_end-{change.batches + 2}"
-    options = {"use_distributed_sampler": change.use_distributed_sampler}
-    return training_on(directory, world_size, change.before, **options).run(point).saved[point]
-
-
-def resume_changed(rank: int, world_size: int, directory: Path, name: str, path: str) -> str:
-    """Return the error of a resume with changed data."""
-    change = CHANGES[name]
-    options = {"use_distributed_sampler": change.use_distributed_sampler}
-    with pytest.raises(ResumeError) as refused:
-        training_on(directory, world_size, change.after, **options).run(ckpt_path=path)
-    return str(refused.value)
-
-
-def save_and_resume(function: Callable[..., Any], directory: Path, name: str) -> list[Any]:
-    """Save on two ranks, and call the function on the ranks that resume."""
-    path, _ = run_ranks(save_in_second_epoch, 2, directory, name)
-    ranks = CHANGES[name].ranks
-    (directory / "resumed").mkdir()
-    env = by_hand_env(ranks)
-    return run_ranks(function, ranks, directory / "resumed", name, path, env=env)
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_an_epoch_of_changed_data_is_refused(name: str, tmp_path: Path) -> None:
-    """Every rank's error names the change and ``resume_data="epoch"``."""
-    for message in save_and_resume(resume_changed, tmp_path, name):
-        assert 'resume_data="epoch"' in message
-        assert CHANGES[name].message in message
-
-
-def resume_in_threes(
-    rank: int, world_size: int, directory: Path
-) -> tuple[list[int], list[list[int]]]:
-    """Resume after two batches of two samples, with batches of three.
-
-    Return the samples of the whole epoch, and those of each batch of the resumed run.
-    """
-    training = training_on(directory, world_size, divided_by_strategy(SAMPLES), max_epochs=1)
-    whole = training.run("train_batch_end-2")
-    training.loaders = lambda: DataLoader(Numbers(SAMPLES), 3, shuffle=True)
-    resumed = training.run(ckpt_path=whole.saved["train_batch_end-2"])
-    return continuing.samples_of(whole.steps), [list(step.samples) for step in resumed.steps]
-
-
-def test_the_rest_of_an_epoch_can_be_read_in_other_batches(tmp_path: Path) -> None:
-    """The samples that the strategy divides are the remaining ones, in the same order."""
-    for whole, batches in run_ranks(resume_in_threes, 2, tmp_path):
-        assert batches == [whole[4:7], whole[7:]]
-
-
-def resume_exact(rank: int, world_size: int, directory: Path, path: str) -> continuing.Resumed:
-    return continuing.resume(training_on(directory, world_size, exact), path)
-
-
-def test_an_epoch_that_would_be_uneven_on_more_ranks_starts_again(tmp_path: Path) -> None:
-    """All ranks train on all its batches, and rank 0 warns."""
-    [path], _ = on_ranks("ours", save_at, tmp_path, exact, "train_batch_end-6")
-    first, *others = run_ranks(resume_exact, 3, tmp_path, path, env=by_hand_env(3))
-    [warning] = first.warned
-    assert "a sampler gives this number of ranks different numbers of batches: [1, 2, 2]" in warning
-    assert [len(resumed.run.steps) for resumed in (first, *others)] == [3, 3, 3]
-
-
-class Watched(continuing.Stream):
-    """A stream that records each sample when it is read."""
-
-    def __init__(self, length: int, rank: int) -> None:
-        super().__init__(length, rank)
-        self.read: list[int] = []
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for sample in super().__iter__():
-            self.read.append(int(sample))
-            yield sample
-
-
-def resume_with_other_batches_on_rank_one(
-    rank: int, world_size: int, directory: Path, name: str, path: str
-) -> list[int]:
-    """Return what this rank has read when the resume is refused."""
-    stream = Watched(9, rank)
-    batch_size = 2 if rank == 0 else 3
-    training = training_on(directory, world_size, lambda *_: DataLoader(stream, batch_size))
-    with pytest.raises(ResumeError, match="had batch_size=2"):
-        training.run(ckpt_path=path)
-    return stream.read
-
-
-def test_no_rank_reads_before_a_refusal(tmp_path: Path) -> None:
-    """If one rank's loader has changed, the other rank does not read its own again."""
-    read = save_and_resume(resume_with_other_batches_on_rank_one, tmp_path, "a shorter stream")
-    assert read == [[], []]
-
-
-def repeat_epoch(
-    rank: int, world_size: int, directory: Path, name: str, path: str
-) -> tuple[Run, Run]:
-    """Return a run from the beginning, and one that repeats the checkpoint's epoch."""
-    training = training_on(directory, world_size, CHANGES[name].after)
-    whole = training.run()
-    training.strategy = {"resume_data": "epoch"}
-    return whole, training.run(ckpt_path=path)
-
-
-@pytest.mark.parametrize("name", REPEATED)
-def test_an_epoch_of_changed_data_can_be_repeated(name: str, tmp_path: Path) -> None:
-    """With ``resume_data="epoch"`` a run trains on the whole epoch again."""
-    steps_when_saved = CHANGES[name].batches + 2
-    for whole, resumed in save_and_resume(repeat_epoch, tmp_path, name):
-        second_epoch = [step for step in whole.steps if step.epoch == 1]
-        assert resumed.steps == second_epoch
-        assert resumed.counts.optimiser_steps == steps_when_saved + len(second_epoch)
-
-
-# Lightning's own way to resume, and checkpoints that it saved.
-
-STREAM_SAMPLES = 9
-
-
-def stateful_stream(rank: int, world_size: int) -> StatefulDataLoader[Any]:
-    return StatefulDataLoader(continuing.Stream(STREAM_SAMPLES, rank), batch_size=2)
-
-
-def save_at(kind: Kind, directory: Path, loaders: Loaders, *points: str) -> list[str]:
-    """Return the checkpoints that a run saves at these points."""
-    training = training_on(directory, 2, loaders)
-    training.side = kind
-    return list(training.run(*points).saved.values())
+def save_shuffled(kind: Kind, directory: Path) -> list[str]:
+    training = Training(continuing.shuffled(16), directory, options=TWO_EPOCHS)
+    return [*training.run(MIDDLE, FIRST_EPOCH_END).saved.values()]
 
 
 def resume_as_stock(kind: Kind, directory: Path, paths: list[str]) -> list[Run]:
-    training = training_on(directory, 2, divided_by_strategy(SAMPLES), model=continuing.Net)
-    training.side = kind
-    training.strategy = {"resume_data": "stock"} if kind == "ours" else {}
+    training = Training(continuing.shuffled(16), directory, options=TWO_EPOCHS, side=kind)
+    if kind == "ours":
+        training.strategy = {"resume_data": "stock"}
     return [training.run(ckpt_path=path) for path in paths]
-
-
-def save_divided_by_strategy(kind: Kind, directory: Path) -> list[str]:
-    return save_at(
-        kind, directory, divided_by_strategy(SAMPLES), "train_batch_end-2", "train_epoch_end-4"
-    )
 
 
 def test_data_and_random_numbers_can_be_left_to_stock(tmp_path: Path) -> None:
     """With ``resume_data="stock"``, batches and weights are those of stock's resume."""
-    (tmp_path / "saved").mkdir()
-    paths, _ = on_ranks("ours", save_divided_by_strategy, tmp_path / "saved")
+    paths, _ = on_ranks("ours", save_shuffled, tmp_path)
     ours, stock = on_both(resume_as_stock, tmp_path, paths)
     for own_runs, stock_runs in zip(ours, stock, strict=True):
         assert [run.steps for run in own_runs] == [run.steps for run in stock_runs]
         assert_same([run.weights for run in own_runs], [run.weights for run in stock_runs])
 
 
-def resume_stream(kind: Kind, directory: Path, path: str) -> continuing.Resumed:
-    return continuing.resume(training_on(directory, 2, stateful_stream), path)
-
-
-def test_a_checkpoint_of_stock_lightning_repeats_the_epoch(tmp_path: Path) -> None:
-    """It lacks the positions of other ranks, so each rank reads all its own data."""
-    [path], _ = on_ranks("stock", save_at, tmp_path, stateful_stream, "train_batch_end-2")
-    first, second = on_ranks("ours", resume_stream, tmp_path, path)
-    assert first.warned == [
-        "the checkpoint has no data position in epoch 0, so that epoch starts again"
-    ]
-    assert second.warned == []
-    for rank, resumed in enumerate((first, second)):
-        first_epoch = [step for step in resumed.run.steps if step.epoch == 0]
-        own = continuing.Stream(STREAM_SAMPLES, rank).numbers
-        assert continuing.samples_of(first_epoch) == [*own]
-
-
-def test_a_data_position_of_another_release_repeats_the_epoch(tmp_path: Path) -> None:
-    """Rank 0 warns, and names the version of the position and the one that it reads."""
-    [path], _ = on_ranks("ours", save_at, tmp_path, stateful_stream, "train_batch_end-2")
-    checkpoint = torch.load(path, weights_only=False)
-    checkpoint["lightning_ddp_ext"]["version"] = 5
-    torch.save(checkpoint, path)
-    first, _ = on_ranks("ours", resume_stream, tmp_path, path)
-    assert first.warned == [
-        "the checkpoint's data position in epoch 0 has version 5, but this release reads version 9,"
-        " so that epoch starts again"
-    ]
-
-
 def count_lightnings_warnings(rank: int, world_size: int, directory: Path) -> dict[str, int]:
     """Return how often Lightning warns of a resume within an epoch, by ``resume_data``."""
-    training = training_on(directory, world_size, divided_by_strategy(SAMPLES))
-    path = training.run("train_batch_end-2").saved["train_batch_end-2"]
+    training = Training(continuing.shuffled(16), directory, options=TWO_EPOCHS)
+    path = training.run(MIDDLE).saved[MIDDLE]
     filters = list(warnings.filters)
     counts = {}
     for resume_data in ("exact", "stock"):
@@ -355,3 +62,56 @@ def test_lightnings_warning_is_hidden_only_where_an_epoch_continues(tmp_path: Pa
     first, second = run_ranks(count_lightnings_warnings, 2, tmp_path)
     assert first == {"exact": 0, "stock": 1}
     assert second == {"exact": 0, "stock": 0}
+
+
+# Checkpoints without a data position of this release.
+
+STREAM_SAMPLES = 9
+
+
+def training_on_streams(kind: Kind, directory: Path) -> Training:
+    """Return a training in which each rank has its own stream, in a loader with a state."""
+
+    def load_stream() -> StatefulDataLoader[Any]:
+        stream = continuing.Stream(STREAM_SAMPLES, dist.get_rank())
+        return StatefulDataLoader(stream, batch_size=2)
+
+    return Training(load_stream, directory, options=TWO_EPOCHS, side=kind)
+
+
+def save_streams(kind: Kind, directory: Path) -> str:
+    return training_on_streams(kind, directory).run(MIDDLE).saved[MIDDLE]
+
+
+def resume_streams(kind: Kind, directory: Path, path: str) -> continuing.Resumed:
+    return continuing.resume(training_on_streams(kind, directory), path)
+
+
+def test_a_checkpoint_of_stock_lightning_repeats_the_epoch(tmp_path: Path) -> None:
+    """Each rank reads all its own data again, and rank 0 warns that the checkpoint has no
+    position.
+    """
+    path, _ = on_ranks("stock", save_streams, tmp_path)
+    first, second = on_ranks("ours", resume_streams, tmp_path, path)
+    assert first.warned == [
+        "the checkpoint has no data position in epoch 0, so that epoch starts again"
+    ]
+    assert second.warned == []
+    for rank, resumed in enumerate((first, second)):
+        first_epoch = [step for step in resumed.run.steps if step.epoch == 0]
+        own = continuing.Stream(STREAM_SAMPLES, rank).numbers
+        assert continuing.samples_of(first_epoch) == [*own]
+
+
+def test_a_data_position_of_another_release_repeats_the_epoch(tmp_path: Path) -> None:
+    """Rank 0 warns, and names the version of the position and the one that it reads."""
+    path, _ = on_ranks("ours", save_streams, tmp_path)
+    checkpoint = torch.load(path, weights_only=False)
+    checkpoint["lightning_ddp_ext"]["version"] = 5
+    torch.save(checkpoint, path)
+    first, _ = on_ranks("ours", resume_streams, tmp_path, path)
+    assert first.warned == [
+        "the checkpoint's data position in epoch 0 has version 5, but this release reads version 9,"
+        " so that epoch starts again"
+    ]
+    assert [step.batch for step in first.run.steps if step.epoch == 0] == [0, 1, 2, 3, 4]

@@ -1,12 +1,12 @@
 """A program written for stock ``ddp`` sees with ours what it sees with stock.
 
 A program is a model, loaders, options of a Trainer, callbacks, and what is called after
-the fit, all drawn by a seed. ``make test`` plays programs that use each part once,
-``make nightly`` some of a new seed (``SWEEP_SEED``, ``SWEEP_COUNT``).
+the fit, all drawn by a seed. ``make test`` plays a few programs that together use each
+part, ``make nightly`` some of a new seed (``SWEEP_SEED``, ``SWEEP_COUNT``).
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -74,7 +74,7 @@ def own_generator(samples: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(data, sampler=sampler, **options)
 
 
-LOADERS: dict[str, Callable[..., Any]] = {
+LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "in order": lambda samples, **options: DataLoader(Numbered(samples), **options),
     "shuffled": lambda samples, **options: DataLoader(Numbered(samples), shuffle=True, **options),
     "own sampler": own_sampler,
@@ -83,8 +83,19 @@ LOADERS: dict[str, Callable[..., Any]] = {
     "worker": lambda samples, **options: DataLoader(Numbered(samples), num_workers=1, **options),
 }
 
-# Programs.
+# The parts of programs.
 
+MODEL = (
+    "dropout",
+    "manual",  # optimisation
+    "plateau",  # a scheduler by the validation loss
+    "hooks",  # self.log in hooks
+    "gathers",  # all_gather and reduce in steps
+    "reads",  # callback_metrics in training steps
+    "stops",  # trainer.should_stop after three steps
+    "unused",  # parameters
+    "skips",  # the rest of an epoch after two batches
+)
 METRICS: dict[str, type[Metric] | None] = {
     "none": None,
     "sums": MeanSquaredError,
@@ -103,8 +114,14 @@ CALLBACKS: dict[str, Callable[[Path], L.Callback]] = {
     "swa": lambda _: callbacks.StochasticWeightAveraging(0.01, 1),
     "rates": lambda _: callbacks.LearningRateMonitor(),
 }
-AFTERWARDS = ("validate", "test", "predict", "fit again", "new Trainer")
-TRAINER = {
+AFTERWARDS = (
+    "validate",
+    "test",
+    "predict",
+    "fit again",  # for another epoch
+    "new Trainer",  # which fits the trained model
+)
+TRAINER: dict[str, tuple[Any, ...]] = {
     "max_epochs": (1, 2, 3),
     "accumulate_grad_batches": (1, 2, 3),
     "limit_train_batches": (1.0, 3),
@@ -119,7 +136,7 @@ TRAINER = {
     "use_distributed_sampler": (True, False),
     "inference_mode": (True, False),
 }
-# Of ``self.log``; each value differs between the ranks.
+# Options of self.log, for values that differ between the ranks.
 LOGGED: dict[str, dict[str, Any]] = {
     "mean": {"on_step": True, "on_epoch": True, "sync_dist": True},
     "sum": {"on_step": False, "on_epoch": True, "sync_dist": True, "reduce_fx": "sum"},
@@ -130,7 +147,10 @@ LOGGED: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Program:
-    """What is drawn by a seed, which is its ``str`` in the variable ``SWEEP``."""
+    """What a seed draws, by the names of its parts.
+
+    Set the variable ``SWEEP`` to its ``str``, the seed, to play it again.
+    """
 
     seed: int
     train: str
@@ -138,26 +158,23 @@ class Program:
     samples: int
     batch_size: int
     drops_last: bool
-    model: frozenset[str]  # parts of the model
-    metric: str
-    logged: frozenset[str]
     options: tuple[tuple[str, Any], ...]  # of the Trainer
-    callbacks: frozenset[str]
+    metric: str
+    model: tuple[str, ...]
+    logged: tuple[str, ...]
+    callbacks: tuple[str, ...]
     afterwards: tuple[str, ...]
 
     def __str__(self) -> str:
         return str(self.seed)
 
 
-MODEL = ("dropout", "manual", "plateau", "hooks", "gathers", "reads", "stops", "unused", "skips")
-
-
 def draw(seed: int) -> Program:
     """Draw a program that stock can run."""
     chance = random.Random(seed)
 
-    def some(names: Sequence[str], share: float) -> frozenset[str]:
-        return frozenset(name for name in names if chance.random() < share)
+    def some(names: Iterable[str], share: float) -> tuple[str, ...]:
+        return tuple(name for name in names if chance.random() < share)
 
     model = some(MODEL, 0.2)
     options = {name: chance.choice(values) for name, values in TRAINER.items()}
@@ -171,24 +188,24 @@ def draw(seed: int) -> Program:
         samples=chance.choice([20, 24, 25]),
         batch_size=chance.choice([2, 3]),
         drops_last=chance.choice([True, False]),
-        model=model,
-        metric=chance.choice([*METRICS]),
-        logged=some([*LOGGED], 0.4),
         options=tuple(options.items()),
-        callbacks=some([*CALLBACKS], 0.2),
-        afterwards=tuple(name for name in AFTERWARDS if chance.random() < 0.25),
+        metric=chance.choice([*METRICS]),
+        model=model,
+        logged=some(LOGGED, 0.4),
+        callbacks=some(CALLBACKS, 0.2),
+        afterwards=some(AFTERWARDS, 0.25),
     )
 
 
 def parts_of(program: Program) -> set[Any]:
-    """Return the parts that a program uses."""
-    named = {("train", program.train), ("validation", program.validation)}
-    several = [*program.model, *program.logged, *program.callbacks, *program.afterwards]
-    return {*named, ("metric", program.metric), *program.options, *several}
+    """Return the parts that a program uses, apart from its numbers of samples."""
+    loaders = {("train", program.train), ("validation", program.validation)}
+    several = {*program.model, *program.logged, *program.callbacks, *program.afterwards}
+    return {*loaders, *program.options, ("metric", program.metric), *several}
 
 
 def cover() -> list[Program]:
-    """Return programs that use each part, found greedily."""
+    """Return few programs that together use each part."""
     programs = {program: parts_of(program) for program in map(draw, range(300))}
     return sweeps.greedy_cover(programs, lambda _: 1)
 
@@ -197,12 +214,12 @@ def cover() -> list[Program]:
 
 
 class Watching(L.Callback):
-    """Records the calls of hooks, with a random number that is drawn in some of them."""
+    """Records the calls of all hooks, and draws a random number in some of them."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
         for name in dir(L.Callback):
-            if name.startswith("on_") and "checkpoint" not in name:
+            if name.startswith("on_"):
                 setattr(self, name, partial(self._record, name))
 
     def _record(self, name: str, trainer: L.Trainer, *_: Any, **__: Any) -> None:
@@ -233,7 +250,7 @@ class Watched(L.LightningModule):
         x, y, numbers = batch
         self.seen.append((stage, self.current_epoch, numbers))
         loss: Tensor = (self(x) - y).square().mean()
-        for name in sorted(self.program.logged):
+        for name in self.program.logged:
             self.log(f"{stage}_{name}", loss.detach() + self.global_rank, **LOGGED[name])
         if "gathers" in self.program.model:
             self.seen.append(self.all_gather({"loss": loss.detach()}))
@@ -287,34 +304,41 @@ class Watched(L.LightningModule):
         plateau = {"scheduler": scheduler, "monitor": "val_loss", "strict": False}
         return {"optimizer": optimizer, "lr_scheduler": plateau}
 
-
-class Play:
-    """A program that runs on this rank, with ours or with stock."""
-
-    def __init__(self, program: Program, kind: training.Kind, place: Path) -> None:
-        self.program = program
-        self.kind = kind
-        self.place = place
-        self.module = Watched(program)
-        self.module.train_dataloader = self.train_dataloader  # type: ignore[method-assign]
-        for stage in ("val", "test", "predict"):
-            setattr(self.module, f"{stage}_dataloader", self.validation_dataloader)
-
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> DataLoader[Any]:
         program = self.program
         sizes = {"batch_size": program.batch_size, "drop_last": program.drops_last}
         return LOADERS[program.train](program.samples, **sizes)
 
-    def validation_dataloader(self) -> Any:
+    def val_dataloader(self) -> DataLoader[Any]:
         # The ranks divide the samples without a rest, so that none is repeated.
         return LOADERS[self.program.validation](24, batch_size=self.program.batch_size)
 
-    def trainer(self) -> L.Trainer:
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+class Play:
+    """A program on this rank, with ours or with stock.
+
+    Args:
+        program: the program.
+        kind: whose strategy it uses.
+        shared: where the ranks connect; the programs on the same ranks share it.
+        place: where this program writes.
+    """
+
+    def __init__(self, program: Program, kind: training.Kind, shared: Path, place: Path) -> None:
+        self.program = program
+        self.kind = kind
+        self.shared = shared
+        self.place = place
+        self.module = Watched(program)
         self.watching = Watching()
-        made = [CALLBACKS[name](self.place) for name in sorted(self.program.callbacks)]
+
+    def make_trainer(self) -> L.Trainer:
+        made = [CALLBACKS[name](self.place) for name in self.program.callbacks]
         finds_unused = {"find_unused_parameters": True} if "unused" in self.program.model else {}
         return training.make_trainer(
-            training.make_strategy(self.kind, self.place.parents[1], **finds_unused),
+            training.make_strategy(self.kind, self.shared, **finds_unused),
             callbacks=[self.watching, *made],
             default_root_dir=self.place,
             logger=CSVLogger(self.place, name="logged", version="0"),
@@ -323,26 +347,28 @@ class Play:
         )
 
     def run(self) -> list[Any]:
-        """Run the program, and return all that it sees."""
-        trainer = self.trainer()
+        """Run the program; return what it has seen after the fit and each later call."""
+        trainer = self.make_trainer()
         trainer.fit(self.module)
-        found: list[Any] = [self.found(trainer)]
+        found: list[Any] = [self.seen_with(trainer)]
         for name in self.program.afterwards:
             if name == "new Trainer":
-                trainer = self.trainer()
-            if name in ("validate", "test"):
-                found.append(getattr(trainer, name)(self.module, verbose=False))
-            elif name == "predict":
-                found.append(trainer.predict(self.module))
-            else:
-                trainer.should_stop = False
-                trainer.fit_loop.max_epochs = (trainer.max_epochs or 0) + 1
-                trainer.fit(self.module)
-            found.append(self.found(trainer))
+                trainer = self.make_trainer()
+            found += [self.call(name, trainer), self.seen_with(trainer)]
         return found
 
-    def found(self, trainer: L.Trainer) -> dict[str, Any]:
-        """Return where the last call has led."""
+    def call(self, name: str, trainer: L.Trainer) -> Any:
+        """Make a call after the fit, and return its result."""
+        if name in ("validate", "test"):
+            return getattr(trainer, name)(self.module, verbose=False)
+        if name == "predict":
+            return trainer.predict(self.module)
+        trainer.should_stop = False
+        trainer.fit_loop.max_epochs = (trainer.max_epochs or 0) + 1
+        return trainer.fit(self.module)
+
+    def seen_with(self, trainer: L.Trainer) -> dict[str, Any]:
+        """Return what the program has seen so far, and the state of its last Trainer."""
         dist.barrier()  # rank 0 has written its files
         table = self.place / "logged" / "0" / "metrics.csv"
         return {
@@ -357,13 +383,14 @@ class Play:
 
 
 def play(kind: training.Kind, program: Program, rank: int, ranks: int, place: Path) -> Any:
-    """Run a program on this rank; return what it sees, or its error."""
+    """Run a program on this rank; return what it sees, or its error as a text."""
+    shared = place.parent
     if kind == "stock" and not dist.is_initialized():
-        store = f"file://{place.parent}/store"
+        store = f"file://{shared}/store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     L.seed_everything(7, verbose=False)
     try:
-        return Play(program, kind, place / "program").run()
+        return Play(program, kind, shared, place / "program").run()
     except RankFailedError:
         raise  # no program can be played with the other ranks
     except Exception as error:
@@ -371,21 +398,25 @@ def play(kind: training.Kind, program: Program, rank: int, ranks: int, place: Pa
 
 
 def differences(programs: Sequence[Program], directory: Path) -> dict[Program, str]:
-    """Run programs with ours and with stock; describe the first difference of each."""
+    """Run programs with ours and with stock; describe the first difference of each that
+    has one.
+    """
     ours, stock = (
         sweeps.play_cases(partial(play, kind), programs, lambda _: 2, directory / kind)
         for kind in training.KINDS
     )
-    found = {}
-    for program in programs:
-        if any(isinstance(result, str) for result in stock[program]):
-            found[program] = f"stock cannot run it: {stock[program]}"
-            continue
-        pairs = zip_longest(lines_of(ours[program]), lines_of(stock[program]))
-        first = next((f"{own} instead of {others}" for own, others in pairs if own != others), None)
-        if first is not None:
-            found[program] = first
-    return found
+    texts = {program: difference(ours[program], stock[program]) for program in programs}
+    return {program: text for program, text in texts.items() if text}
+
+
+def difference(ours: list[Any] | str, stock: list[Any] | str) -> str:
+    """Describe the first difference between the results of all ranks, which are texts
+    after an error; return an empty string if there is none.
+    """
+    if isinstance(stock, str) or any(isinstance(result, str) for result in stock):
+        return f"stock cannot run it: {stock}"
+    pairs = zip_longest(lines_of(ours), lines_of(stock))
+    return next((f"{own} instead of {others}" for own, others in pairs if own != others), "")
 
 
 def lines_of(result: Any, path: str = "") -> Iterator[str]:
@@ -418,7 +449,7 @@ def test_programs_of_all_parts_see_what_they_see_with_stock(tmp_path: Path) -> N
 def test_programs_of_a_new_seed_do_so_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The programs are drawn from all parts."""
+    """What they see is equal to the last bit."""
     seed, count = sweeps.new_seed(capsys, 100)
     programs = [draw(number) for number in range(seed, seed + count)]
     sweeps.expect_nothing_wrong(differences(programs, tmp_path), REPEAT)
