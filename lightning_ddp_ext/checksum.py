@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from statistics import mode
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ _WORDS = {
 def raise_if_different(tensors: Mapping[str, Tensor], ranks: Ranks, *, when: str) -> None:
     """Compare the tensors of all ranks by checksums of their bits.
 
-    Shapes are not compared: ``zeros(4)`` equals ``zeros(2, 2)``. Collective: every rank
-    must call it.
+    Names are compared, but not shapes: ``zeros(4)`` equals ``zeros(2, 2)``. The tensors of
+    all ranks must be on the same type of device. Collective: every rank must call it.
 
     The ranks first compare one number in one collective. They exchange all checksums
     only if this number differs.
@@ -37,7 +38,8 @@ def raise_if_different(tensors: Mapping[str, Tensor], ranks: Ranks, *, when: str
     """
     sums = {name: checksum(tensor) for name, tensor in tensors.items()}
     numbers = {name: int(each) for name, each in sums.items()}  # int() waits for the device
-    summary = int(checksum(torch.tensor([numbers[name] for name in sorted(numbers)])))
+    names = crc32("\n".join(sorted(numbers)).encode())
+    summary = int(checksum(torch.tensor([names, *(numbers[name] for name in sorted(numbers))])))
     if not ranks.all_equal(summary):
         raise _difference(ranks.gather(numbers), when)
 

@@ -26,15 +26,6 @@ def start_thread(
     name: str, target: Callable[..., object], *args: Any, daemon: bool = True
 ) -> threading.Thread:
     """Start and return a thread that calls ``target`` on this process's device."""
-    thread = new_thread(name, target, *args, daemon=daemon)
-    thread.start()
-    return thread
-
-
-def new_thread(
-    name: str, target: Callable[..., object], *args: Any, daemon: bool = True
-) -> threading.Thread:
-    """Return a thread that will call ``target`` on this process's device."""
     device = _device
     if device is None and torch.cuda.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())
@@ -46,7 +37,9 @@ def new_thread(
                 torch.cuda.set_device(device)
         target(*args)
 
-    return threading.Thread(target=run, name=name, daemon=daemon)
+    thread = threading.Thread(target=run, name=name, daemon=daemon)
+    thread.start()
+    return thread
 
 
 def wait_for_gpus(devices: Iterable[torch.device]) -> None:

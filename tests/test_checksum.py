@@ -1,13 +1,19 @@
 """Checksums of tensors distinguish any two contents."""
 
 import random
+from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_ddp_ext.checksum import checksum
+from lightning_ddp_ext.checksum import checksum, raise_if_different
+from lightning_ddp_ext.errors import DivergenceError
+from lightning_ddp_ext.ranks import Ranks
+from tests.harness.ranks import run_ranks
+from tests.harness.training import stock_group
 
 DTYPES = [
     torch.uint8,
@@ -42,3 +48,17 @@ def test_every_change_changes_it(dtype: torch.dtype, size: int, data: st.DataObj
     flipped[one, -1] ^= 1 << data.draw(st.integers(0, 7))
     assert checksum(flipped.view(dtype)) != before
     assert (checksum(swapped.view(dtype)) == before) == torch.equal(swapped, elements)
+
+
+def compare_other_names(rank: int, world_size: int, directory: Path) -> str:
+    """Compare equal tensors with other names on each rank; return the error."""
+    named = {f"layer{rank}": torch.ones(1)}
+    with stock_group(rank, world_size, directory), pytest.raises(DivergenceError) as caught:
+        raise_if_different(named, Ranks(rank, world_size), when="in a test")
+    return str(caught.value)
+
+
+def test_equal_tensors_with_other_names_differ(tmp_path: Path) -> None:
+    """Every rank raises the same error."""
+    [error] = set(run_ranks(compare_other_names, 2, tmp_path))
+    assert error.startswith("the ranks differ in a test: rank 1 in layer0 (differing tensors: 2)")

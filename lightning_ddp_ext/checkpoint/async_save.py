@@ -9,7 +9,9 @@ remove the last good checkpoint.
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +20,11 @@ from typing import Any
 from lightning_ddp_ext.checkpoint.save import unwritable
 from lightning_ddp_ext.checkpoint.snapshot import Buffer
 from lightning_ddp_ext.forced_exit import delaying_forced_exit
-from lightning_ddp_ext.threads import new_thread
+from lightning_ddp_ext.threads import start_thread
 
 Job = Callable[[], None]
+
+_LOOK_EVERY = 0.005  # seconds
 
 _logger = logging.getLogger(__name__)
 
@@ -40,7 +44,7 @@ class Saver:
         self._jobs = _BackgroundJobs()
         # Other threads wait for a call; a signal handler enters that of its own thread.
         self._calling = threading.RLock()
-        self._is_copying = False
+        self._is_saving_later = False
         # The running job uses the following; a caller must wait for all jobs first.
         self._buffer = Buffer()
         self._last_save_succeeded = True
@@ -66,8 +70,7 @@ class Saver:
     def save_later(self, path: str, checkpoint: Any, write: Callable[[Any], None]) -> None:
         """Copy ``checkpoint`` now, and call ``write`` with the copy in the background.
 
-        A signal handler that makes this call while its thread copies another checkpoint
-        writes in the foreground.
+        A signal handler that interrupts such a call writes in the foreground.
 
         Raises:
             CheckpointSaveError: the checkpoint cannot be pickled, or no thread can be
@@ -75,22 +78,23 @@ class Saver:
             Exception: as for :meth:`wait`; this save was not attempted.
         """
         with self._calling:
-            if self._is_copying:
+            if self._is_saving_later:
                 self.save(path, partial(write, checkpoint))
                 return
-            self.wait()
-            self._copy_and_start(path, checkpoint, write)
+            try:
+                self._is_saving_later = True
+                self.wait()
+                self._copy_and_start(path, checkpoint, write)
+            finally:
+                self._is_saving_later = False
 
     def _copy_and_start(self, path: str, checkpoint: Any, write: Callable[[Any], None]) -> None:
         self._last_save_succeeded = False  # until it does
         try:
-            self._is_copying = True
             content = self._buffer.snapshot(checkpoint)
             self._jobs.start(partial(self._save, path, lambda: write(content())))
         except Exception as error:
             raise unwritable(path, error) from error
-        finally:
-            self._is_copying = False
 
     def _save(self, path: str, job: Job) -> None:
         self._last_save_succeeded = False  # until it does
@@ -149,16 +153,18 @@ class Saver:
         self._buffer.release()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Background:
-    """A job and its thread.
+    """A job in the background.
 
     Attributes:
-        thread: runs the job.
-        has_finished: whether it has run the job, or failed to.
+        pid: the process that started it; a forked process has a copy, but no thread.
+        has_started: whether its thread has started; set by both threads.
+        has_finished: whether its thread has run it.
     """
 
-    thread: threading.Thread
+    pid: int
+    has_started: bool = False
     has_finished: bool = False
 
 
@@ -175,25 +181,33 @@ class _BackgroundJobs:
 
     def start(self, job: Job) -> None:
         """Run a job in a new thread, after all earlier ones."""
-        earlier = [each for each in self._jobs if not each.has_finished]
-        own = _Background(new_thread("ddpx-checkpoints", lambda: run(), daemon=False))
+        own = _Background(os.getpid())
+        # Before it starts, so that `join` waits for it even if Ctrl-C interrupts `start`. A
+        # signal handler may start a job in between, which then waits for this one.
+        self._jobs.append(own)
+        jobs = list(self._jobs)
+        earlier = jobs[: jobs.index(own)]
+        try:
+            start_thread("ddpx-checkpoints", self._run, job, own, earlier, daemon=False)
+            own.has_started = True
+        except Exception:
+            self._jobs.remove(own)
+            raise
 
-        def run() -> None:
-            _join(earlier)
-            try:
-                job()
-            except BaseException as error:
-                _logger.error("%s", error)  # the process may exit before anything raises it
-                self._first_error = self._first_error or error
-            own.has_finished = True
-
-        # Before it starts, so that `join` waits for it even if Ctrl-C interrupts `start`.
-        self._jobs = [*earlier, own]
-        own.thread.start()
+    def _run(self, job: Job, own: _Background, earlier: list[_Background]) -> None:
+        own.has_started = True
+        _join(earlier)
+        try:
+            job()
+        except BaseException as error:
+            _logger.error("%s", error)  # the process may exit before anything raises it
+            self._first_error = self._first_error or error
+        self._jobs.remove(own)
+        own.has_finished = True
 
     def join(self) -> None:
         """Wait for all jobs that have started."""
-        _join(self._jobs)
+        _join(list(self._jobs))
 
     def take_error(self) -> BaseException | None:
         """Return the first error since the last call, if any."""
@@ -204,7 +218,11 @@ class _BackgroundJobs:
 
 
 def _join(jobs: list[_Background]) -> None:
+    """Wait until these jobs have finished, except for those that have not started.
+
+    ``Thread.join`` is not used: Ctrl-C in it makes a thread count as finished (CPython
+    issue 90882), and a signal handler that joins the same thread waits for ever.
+    """
     for each in jobs:
-        # Not if Ctrl-C or a signal handler has interrupted its start, or in a fork.
-        if each.thread.is_alive():
-            each.thread.join()
+        while each.has_started and not each.has_finished and each.pid == os.getpid():
+            time.sleep(_LOOK_EVERY)

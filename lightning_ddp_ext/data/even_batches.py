@@ -75,7 +75,9 @@ class EvenBatches:
 
         Some batch samplers drop items or read another sampler.
         """
-        if not self._is_batched or type(self._batches) is BatchSampler:
+        if not self._is_batched:
+            return True
+        if type(self._batches) is BatchSampler and not self._batches.drop_last:
             return True
         with preserve_random_state(generators_of(*samplers_below(self._unfilled_batches))):
             return sum(map(len, self._unfilled_batches)) == len(self._unfilled_sampler)

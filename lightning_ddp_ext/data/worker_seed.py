@@ -91,7 +91,8 @@ class WorkerSeed:
 
         Call this after the state of that generator was restored.
         """
-        if self._source is None:
+        has_drawn = self._seeded is not Seeded.FOR_EARLIER_ITERATOR
+        if self._source is None and has_drawn:
             self._draw(was_drawn=False)
 
     def _draw(self, *, was_drawn: bool) -> None:

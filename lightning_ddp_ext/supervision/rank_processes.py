@@ -8,7 +8,7 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from multiprocessing import connection
@@ -117,7 +117,7 @@ class RankProcesses:
                 that raised, or exited with another status.
         """
         stopped = self._run_to_end()
-        status = self._stop_status()
+        status = self._stop_status(range(len(self._processes)))
         if status is not None:
             raise SystemExit(status)
         failed = [index for index in self._failed() if index not in stopped]
@@ -142,7 +142,8 @@ class RankProcesses:
                 self._wait_for_first_failure()
                 if not self._failed():
                     return []
-                seconds = END_WITHIN if self._stop_status() is None else self._stop_within
+                is_stopping = self._stop_status(self._failed()) is not None
+                seconds = self._stop_within if is_stopping else END_WITHIN
                 return stop_processes(self._processes, seconds, self._stop_within)
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
@@ -178,15 +179,10 @@ class RankProcesses:
                     os.kill(process.pid, signum)
                 return
 
-    def _stop_status(self) -> int | None:
-        """Return the common status of the exited processes if a signal stopped them."""
-        exited = {
-            index: process.exitcode
-            for index, process in enumerate(self._processes)
-            if process.exitcode is not None
-        }
-        statuses = set(exited.values())
-        if any(map(self._raised_at.has_raised, exited)) or not statuses <= STOP_STATUSES:
+    def _stop_status(self, indices: Sequence[int]) -> int | None:
+        """Return the common status of exited processes if a signal stopped all of them."""
+        statuses = {self._processes[index].exitcode for index in indices}
+        if any(map(self._raised_at.has_raised, indices)) or not statuses <= STOP_STATUSES:
             return None
         return statuses.pop() if len(statuses) == 1 else None
 

@@ -156,7 +156,7 @@ class Reporter:
         return bool(self.open_calls()) or current_run() is None
 
     def report_calls(self) -> Report:
-        """Return a report with the calls in which this rank waits, and no more."""
+        """Return a report with the calls in which this rank waits, without its stacks."""
         return self._with_calls(report_of(self._who))
 
     def report_all(self) -> Report:

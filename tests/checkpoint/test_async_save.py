@@ -7,6 +7,7 @@ import multiprocessing
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -136,14 +137,14 @@ def fail_in_background() -> None:
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
     """Return content whose save fails at the latest when another thread waits for it."""
-    join = threading.Thread.join
+    sleep = time.sleep
 
-    def let_fail_and_join(thread: threading.Thread, timeout: float | None = None) -> None:
+    def let_fail_and_sleep(seconds: float) -> None:
         Failing.may_fail.set()
-        join(thread, timeout)
+        sleep(seconds)
 
     Failing.may_fail.clear()
-    monkeypatch.setattr(threading.Thread, "join", let_fail_and_join)
+    monkeypatch.setattr(time, "sleep", let_fail_and_sleep)
     return Failing()
 
 
@@ -156,6 +157,7 @@ def fail_before_line(number: int) -> Callable[[FrameType, str, Any], Any]:
         if is_line and next(lines) == number:
             for thread in threading.enumerate():
                 if thread.name == "ddpx-checkpoints":
+                    Failing.may_fail.set()
                     thread.join()
         return trace
 

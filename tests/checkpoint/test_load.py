@@ -197,7 +197,7 @@ def read_with_little_memory(rank: int, world_size: int, path: Path) -> str:
 
 
 def test_too_little_memory_does_not_make_a_file_damaged(tmp_path: Path) -> None:
-    """The error has the system's words."""
+    """The error names the free memory among what to check."""
     torch.save({"state_dict": {"weight": content.numbers(content.MAPPED)}}, tmp_path / "it.ckpt")
     [text] = run_ranks(read_with_little_memory, 1, tmp_path / "it.ckpt")
     assert text.endswith("; check its file system, its permissions and the free memory")

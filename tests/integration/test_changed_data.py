@@ -273,5 +273,5 @@ def test_an_epoch_that_would_be_uneven_on_more_ranks_starts_again(tmp_path: Path
     [warning] = first.warned
     # Each of three ranks has three batches in the epoch. Of the 7 samples that are left,
     # rank 0 has 3 in two batches, and the others 2 in one batch: one, two and two are done.
-    assert "a sampler gives this number of ranks different numbers of batches: [1, 2, 2]" in warning
+    assert "continue after different numbers of batches: [1, 2, 2]" in warning
     assert [len(resumed.run.steps) for resumed in (first, *others)] == [3, 3, 3]

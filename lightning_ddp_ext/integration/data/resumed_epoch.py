@@ -231,8 +231,8 @@ class ResumedEpoch:
             )
         elif len(set(done_by_rank)) > 1:
             self._repeat(
-                "a sampler gives this number of ranks different numbers of batches:"
-                f" {done_by_rank}",
+                "on this number of ranks, a sampler lets them continue after different numbers of"
+                f" batches: {done_by_rank}",
                 "use a sampler with uneven='pad' or 'drop', or as many ranks as before",
             )
 

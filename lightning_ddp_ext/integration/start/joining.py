@@ -109,9 +109,9 @@ class ConnectionSettings:
         return {"MASTER_ADDR": where.host, "MASTER_PORT": str(where.port)}
 
     def join(self, strategy: pl.strategies.DDPStrategy, *, is_debugged: bool) -> None:
-        """Connect the ranks, create the process group and log it.
+        """Connect the ranks and create the process group, unless that has happened.
 
-        Collective: every rank must call it.
+        Log the first group of this process. Collective: every rank must call it.
 
         If a rank is being debugged, time limits do not apply in practice.
         """
