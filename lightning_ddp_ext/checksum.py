@@ -38,8 +38,9 @@ def raise_if_different(tensors: Mapping[str, Tensor], ranks: Ranks, *, when: str
     """
     sums = {name: checksum(tensor) for name, tensor in tensors.items()}
     numbers = {name: int(each) for name, each in sums.items()}  # int() waits for the device
-    names = crc32("\n".join(sorted(numbers)).encode())
-    summary = int(checksum(torch.tensor([names, *(numbers[name] for name in sorted(numbers))])))
+    names = sorted(numbers)
+    hash_of_names = crc32("\n".join(names).encode())
+    summary = int(checksum(torch.tensor([hash_of_names, *(numbers[name] for name in names)])))
     if not ranks.all_equal(summary):
         raise _difference(ranks.gather(numbers), when)
 

@@ -169,7 +169,7 @@ JOB_OF_7 = without(SLURM, "SLURM_NNODES") | {"SLURM_NTASKS": "7"}
 def test_slurm_has_the_number_of_processes_on_a_node(
     variables: dict[str, str], local_world_size: int
 ) -> None:
-    """The number comes from the step, the job, the request, or the number of tasks.
+    """The number is that of the step, the job or the request, or the number of tasks.
 
     The first of these that is known takes precedence.
     """

@@ -42,7 +42,7 @@ class Saver:
     def __init__(self) -> None:
         self.deadline = 600.0
         self._jobs = _BackgroundJobs()
-        # Other threads wait for a call; a signal handler enters that of its own thread.
+        # Held during a call: other threads wait, but not a signal handler of the same thread.
         self._calling = threading.RLock()
         self._is_saving_later = False
         # The running job uses the following; a caller must wait for all jobs first.

@@ -246,7 +246,7 @@ class LoaderPosition(Generic[StartT]):
         """
         start, batches = self._start_before(done)
         batches_until = start.batches_before + batches
-        # The random states may be older, for example if the first loader has ended.
+        # The random states may be older, for example if the first loader is exhausted.
         is_older = given_when_recorded < batches_until
         given = self.batches_given if is_older else given_when_recorded
         ahead = given + self.taken_ahead + self.prefetched - batches_until

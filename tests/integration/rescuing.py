@@ -215,7 +215,7 @@ def survive(
         plan: the run.
         kills: what ends the first run, the second, and so on.
         directory: where checkpoints are.
-        may_miss: whether a run may end because the moment of its kill does not come.
+        may_miss: whether a run may end before the moment of its kill.
     """
     directory.mkdir(exist_ok=True)
     for kill in (*kills, None):

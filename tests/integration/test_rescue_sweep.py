@@ -43,7 +43,7 @@ class Chain:
     kills: list[Kill]
     world_size: int = 2
     trainer: dict[str, Any] = field(default_factory=dict)  # options
-    may_miss: bool = False  # whether a run may end because a moment does not come
+    may_miss: bool = False  # whether a run may end before the moment of its kill
 
     @property
     def plan(self) -> Plan:

@@ -411,7 +411,7 @@ def differences(programs: Sequence[Program], directory: Path) -> dict[Program, s
 
 def difference(ours: list[Any] | str, stock: list[Any] | str) -> str:
     """Describe the first difference between the results of all ranks, which are texts
-    after an error; return an empty string if there is none.
+    after an error; return an empty string without any.
     """
     if isinstance(stock, str) or any(isinstance(result, str) for result in stock):
         return f"stock cannot run it: {stock}"

@@ -114,7 +114,7 @@ class SamplerChoice:
     ) -> GlobalOrderSampler | None:
         """Return our sampler that replaces Lightning's, or ``None`` to keep that.
 
-        Lightning's own comes with a warning that evaluated samples are repeated.
+        With Lightning's sampler, a warning says that evaluated samples are repeated.
         """
         is_evaluated = stage in EVALUATED
         if is_evaluated and not self._evaluation.is_exact:

@@ -117,7 +117,7 @@ class Recorder:
 
     @property
     def _active_run(self) -> RecordedRun | None:
-        """The run, unless nothing is recorded or an error has ended its recording."""
+        """The run, unless nothing is recorded or recording stopped after an error."""
         return None if self.run is None or self.run.error is not None else self.run
 
     def record(self, moment: Kind) -> None:
