@@ -67,7 +67,9 @@ def request(rank: int, world_size: int, init_method: str) -> Request:
     return Request(
         world=world,
         init_method=init_method,
-        endpoint=FileEndpoint(method.path) if isinstance(method, File) else TcpEndpoint(method),  # type: ignore[arg-type]
+        make_endpoint=lambda: (
+            FileEndpoint(method.path) if isinstance(method, File) else TcpEndpoint(method)  # type: ignore[arg-type]
+        ),
         backend="gloo",
         device=torch.device("cpu"),
         timeout=None,

@@ -59,7 +59,7 @@ from .private.lightning_tree import ClusterEnvironment, pl, refuse_other_tree
 from .private.replaced_methods import ReplacedMethods
 from .start.devices import RankDevicesStrategy
 from .start.environment import choose_environment, world_of
-from .start.joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, ConnectionSettings
+from .start.joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, Rendezvous
 from .start.launchers import Collaborators, ProcessesLauncher, ScriptLauncher
 from .stopping.recorder import Recorder
 from .stopping.rescue import Rescue
@@ -205,7 +205,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.devices_per_rank = integer(
             devices_per_rank, "devices_per_rank", at_least=1, remedy=remedy
         )
-        self.rendezvous = ConnectionSettings(
+        self.rendezvous = Rendezvous(
             init_method,
             init_timeout=init_timeout,
             heartbeat_timeout=heartbeat_timeout,
@@ -264,7 +264,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def _configure_launcher(self) -> None:
         parts = Collaborators(
-            settings=self.rendezvous,
+            rendezvous=self.rendezvous,
             files=self.files,
             rescue=self.rescue,
             deadline=self.stops.deadline,

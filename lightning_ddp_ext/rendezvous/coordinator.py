@@ -19,7 +19,7 @@ from lightning_ddp_ext.errors import MissingRanksError, RendezvousError
 from lightning_ddp_ext.rank_lists import listed, ranks_in_words
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.endpoint import STORE_OPERATION, Address, TcpEndpoint
+from lightning_ddp_ext.rendezvous.endpoint import STORE_OPERATION, Address, Endpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake, gave_up_error, refusal_of
 from lightning_ddp_ext.rendezvous.opened_sockets import OpenedSockets
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request, difference_between
@@ -40,15 +40,21 @@ class Coordinator:
     """
 
     def __init__(
-        self, request: Request, hello: Hello, channel: Channel, deadline: Deadline
+        self,
+        request: Request,
+        endpoint: Endpoint,
+        hello: Hello,
+        channel: Channel,
+        deadline: Deadline,
     ) -> None:
         self._request = request
+        self._endpoint = endpoint
         self._hello = hello
         self._channel = channel
         self._deadline = deadline
         self._where = hello.init_method
-        if self._where == "env://" and isinstance(self._request.endpoint, TcpEndpoint):
-            self._where = f"{self._request.endpoint.where} ({self._where})"
+        if self._where == "env://" and isinstance(endpoint, TcpEndpoint):
+            self._where = f"{endpoint.where} ({self._where})"
         self._present = {0: hello.info}  # the accepted ranks
         self._decision: Decision | None = None
         self._refused: set[int] = set()  # the ranks that received the error
@@ -58,7 +64,7 @@ class Coordinator:
             self._store = _host_store(listener.getsockname()[0])
         channel.listen("handshake", self._handle_message)
         channel.accept(listener, self._admit)
-        self._request.endpoint.publish(self._address)
+        self._endpoint.publish(self._address)
 
     def connect(self) -> Connections:
         """Wait until every rank has connected.
@@ -68,7 +74,7 @@ class Coordinator:
             RendezvousError: two processes claim one rank, settings or versions differ,
                 or a rank exited or gave up.
         """
-        withdraw = partial(self._request.endpoint.withdraw, self._address)
+        withdraw = partial(self._endpoint.withdraw, self._address)
         try:
             table = self._wait_for_decision()
         except BaseException as error:
@@ -77,7 +83,7 @@ class Coordinator:
                 self._refuse_late_ranks()
             withdraw()
             raise
-        if self._request.endpoint.is_local:  # so that a later kill cannot leave the address behind
+        if self._endpoint.is_local:  # so that a later kill cannot leave the address behind
             withdraw()
         return Connections(
             self._channel, table, self._store, self._store_sockets, self._route, withdraw
@@ -103,10 +109,10 @@ class Coordinator:
         if self._deadline.expired:
             self._refuse_missing(self._deadline.seconds)
         # Another rank 0 may have replaced the address.
-        published = self._request.endpoint.look_up(self._deadline)
+        published = self._endpoint.look_up(self._deadline)
         if published is not None and published != self._address:
             self._check_rank_zero_at(published)
-            self._request.endpoint.publish(self._address)
+            self._endpoint.publish(self._address)
 
     def _exit_of_a_rank(self) -> str | None:
         """Describe the exit of a rank that had connected, if any."""
@@ -122,11 +128,11 @@ class Coordinator:
     # Detection of another rank 0.
 
     def _listen(self) -> tuple[socket.socket, Address]:
-        earlier_address = self._request.endpoint.look_up(self._deadline)
+        earlier_address = self._endpoint.look_up(self._deadline)
         if earlier_address is not None and earlier_address.nonce:
             self._check_rank_zero_at(earlier_address)
         try:
-            return self._request.endpoint.listen()
+            return self._endpoint.listen()
         except RendezvousError:
             if earlier_address is not None:
                 self._check_rank_zero_at(earlier_address)
@@ -138,7 +144,7 @@ class Coordinator:
             deadline = Deadline(min(self._request.timeouts.connect, self._deadline.remaining))
             channel = Channel(self._request.timeouts.heartbeat)
             with suppress(OSError), closing(channel):
-                handshake = Handshake(self._request, self._hello, channel, deadline)
+                handshake = Handshake(self._request, self._endpoint, self._hello, channel, deadline)
                 handshake.send_hello(host, address)
 
     # On the channel's thread, even after the start.

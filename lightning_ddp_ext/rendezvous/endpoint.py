@@ -85,7 +85,12 @@ class Endpoint:
         """Publish the address; called on rank 0."""
 
     def look_up(self, deadline: Deadline) -> Address | None:
-        """Return rank 0's address; ``None`` while it is unknown."""
+        """Return rank 0's address; ``None`` while it is unknown.
+
+        Raises:
+            RendezvousError: the place of the address cannot be read, or has other
+                content.
+        """
         raise NotImplementedError
 
     def withdraw(self, address: Address) -> None:

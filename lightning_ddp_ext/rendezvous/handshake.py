@@ -33,7 +33,7 @@ from lightning_ddp_ext.errors import MissingRanksError, RendezvousError
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.endpoint import Address, TcpEndpoint, connect_store
+from lightning_ddp_ext.rendezvous.endpoint import Address, Endpoint, TcpEndpoint, connect_store
 from lightning_ddp_ext.rendezvous.opened_sockets import OpenedSockets
 from lightning_ddp_ext.rendezvous.peers import event_of
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request
@@ -106,9 +106,15 @@ class Handshake:
     """Connects this rank to rank 0."""
 
     def __init__(
-        self, request: Request, hello: Hello, channel: Channel, deadline: Deadline
+        self,
+        request: Request,
+        endpoint: Endpoint,
+        hello: Hello,
+        channel: Channel,
+        deadline: Deadline,
     ) -> None:
         self._request = request
+        self._endpoint = endpoint
         self._hello = hello
         self._channel = channel
         self._deadline = deadline
@@ -154,7 +160,7 @@ class Handshake:
     def _withdraw(self) -> None:
         """Remove the address of a rank 0 that died."""
         if self._published is not None:
-            self._request.endpoint.withdraw(self._published)
+            self._endpoint.withdraw(self._published)
 
     # Finding rank 0.
 
@@ -164,7 +170,7 @@ class Handshake:
             sentence = self._request.launch_failure()
             if sentence is not None:
                 raise RendezvousError(sentence)
-            self._published = self._request.endpoint.look_up(self._deadline)
+            self._published = self._endpoint.look_up(self._deadline)
             if self._published is None:
                 self._last_error = OSError("rank 0 has not published its address there")
                 continue
@@ -205,7 +211,7 @@ class Handshake:
             Replies.is_hello_answered,
             min(self._request.timeouts.connect, self._deadline.remaining),
         ):
-            if self._deadline.expired or self._request.endpoint.look_up(self._deadline) != address:
+            if self._deadline.expired or self._endpoint.look_up(self._deadline) != address:
                 break
         self._replies.raise_if_refused()
         if not self._replies.accepted:
@@ -235,15 +241,15 @@ class Handshake:
 
     def _raise_if_port_is_taken(self) -> None:
         is_other_program = self._channel.ended.get(0) == MALFORMED
-        if is_other_program and isinstance(self._request.endpoint, TcpEndpoint):
+        if is_other_program and isinstance(self._endpoint, TcpEndpoint):
             raise RendezvousError(
                 f"a program other than rank 0 is listening at {self._where}; choose a port that no"
                 " other program uses, or correct the address of rank 0's host"
             )
 
     def _not_found(self) -> RendezvousError:
-        if isinstance(self._request.endpoint, TcpEndpoint):
-            where = f"{self._request.endpoint.where.host}:{self._request.endpoint.where.port}"
+        if isinstance(self._endpoint, TcpEndpoint):
+            where = f"{self._endpoint.where.host}:{self._endpoint.where.port}"
             remedy = "that its host has this address"
         else:
             where = self._hello.init_method

@@ -145,7 +145,11 @@ class ProcessContext:
         is_dealt_with = self.peers.has_raised and cause is not None and cause.kind != "died"
         if not is_dealt_with:
             self.peers.check()
-        return replace(request, init_method=connected.init_method, endpoint=connected.endpoint)
+        return replace(
+            request,
+            init_method=connected.init_method,
+            make_endpoint=connected.make_endpoint,
+        )
 
     def can_serve(self, request: Request) -> bool:
         """Whether a Trainer with an adapted request can use the groups."""
@@ -304,7 +308,7 @@ def connect(request: Request, deadline: Deadline) -> Connections:
         return Connections(channel, (hello.info,), HashStore())
     connector = Coordinator if world.is_rank_zero else Handshake
     try:
-        return connector(request, hello, channel, deadline).connect()
+        return connector(request, request.make_endpoint(), hello, channel, deadline).connect()
     except BaseException:
         channel.close(in_order=False)
         raise

@@ -56,7 +56,8 @@ class Request:
     Attributes:
         world: this process's place among all ranks.
         init_method: how the ranks find rank 0, as a URL for messages.
-        endpoint: where rank 0 listens, or where it publishes that address.
+        make_endpoint: returns the way to find rank 0, if the ranks have to connect; it
+            raises if the init method does not determine one.
         backend: the backend of the process group, such as ``gloo``.
         device: the device of this rank.
         timeout: the timeout of collectives; ``None`` for the backend's default.
@@ -73,7 +74,7 @@ class Request:
 
     world: World
     init_method: str
-    endpoint: Endpoint
+    make_endpoint: Callable[[], Endpoint]
     backend: str
     device: torch.device
     timeout: timedelta | None

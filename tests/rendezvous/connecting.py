@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.rendezvous.endpoint import Address, FileEndpoint, TcpEndpoint
+from lightning_ddp_ext.rendezvous.endpoint import Address, Endpoint, FileEndpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.handshake import Handshake, Link
 from lightning_ddp_ext.rendezvous.init_method import File, Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
@@ -56,12 +57,16 @@ def request(
     )
     return Request(
         world=world,
-        endpoint=TcpEndpoint(where) if isinstance(where, Tcp) else FileEndpoint(where.path),
+        make_endpoint=partial(endpoint_at, where),
         init_method=init_method or str(where),
         timeout=None,
         init_timeout=timedelta(seconds=init_timeout),
         **{"backend": "gloo", "device": torch.device("cpu"), **fields},
     )
+
+
+def endpoint_at(where: Place) -> Endpoint:
+    return TcpEndpoint(where) if isinstance(where, Tcp) else FileEndpoint(where.path)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,4 @@
-"""Connect the ranks of a strategy.
-
-Set variables for started ranks, choose the endpoint, and join.
-"""
+"""Connect the ranks of a strategy, at an address that its init method determines."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from lightning_ddp_ext.arguments import to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError, RendezvousError
@@ -30,7 +27,7 @@ from lightning_ddp_ext.supervision.parent_watch import watch_launcher
 from lightning_ddp_ext.supervision.rank_variables import PRIVATE_FILE, RANK_VARIABLES
 from lightning_ddp_ext.supervision.session import start_session
 from lightning_ddp_ext.version import __version__
-from lightning_ddp_ext.world import OPEN_MPI, TORCHRUN, World, launcher_of, run_of
+from lightning_ddp_ext.world import OPEN_MPI, TORCHRUN, launcher_of, run_of
 
 from ..callbacks.rank_debugger import without_limits
 from ..private.compat import backend_of, timeout_of
@@ -40,23 +37,27 @@ from ..private.lightning_tree import (
     TorchElasticEnvironment,
     lightning_name,
     lightning_version,
-    pl,
     rank_zero_info,
 )
+from .devices import RankDevicesStrategy
 from .environment import world_of
 
 INIT_TIMEOUT = timedelta(minutes=5)
 HEARTBEAT_TIMEOUT = timedelta(seconds=30)
 
 
-class ConnectionSettings:
-    """Settings that determine where and how the ranks of a strategy connect.
+class Rendezvous:
+    """Where and how the ranks of a strategy connect.
 
     For the arguments, see ``DDPExtStrategy``.
 
     Attributes:
-        init_method: the argument or the variable ``DDPX_INIT_METHOD``; ``None``: the
-            cluster environment's address.
+        init_method: the argument or the variable ``DDPX_INIT_METHOD``; ``None`` if
+            neither is set.
+        timeouts: the timeouts of the control channel.
+
+    Raises:
+        ConfigurationError: an argument is invalid.
     """
 
     def __init__(
@@ -108,12 +109,20 @@ class ConnectionSettings:
         where = method if isinstance(method, Tcp) else _env_address(environment)
         return {"MASTER_ADDR": where.host, "MASTER_PORT": str(where.port)}
 
-    def join(self, strategy: pl.strategies.DDPStrategy, *, is_debugged: bool) -> None:
+    def join(self, strategy: RankDevicesStrategy, *, is_debugged: bool) -> None:
         """Connect the ranks and create the process group, unless that has happened.
 
         Log the first group of this process. Collective: every rank must call it.
 
-        If a rank is being debugged, time limits do not apply in practice.
+        Args:
+            strategy: the strategy of a Trainer.
+            is_debugged: whether a rank is being debugged; time limits then do not apply
+                in practice.
+
+        Raises:
+            ConfigurationError: the init method or a variable of the environment is
+                invalid.
+            DDPExtError: the ranks did not connect; see :func:`process_context.join`.
         """
         if launcher_of(os.environ) in (TORCHRUN, OPEN_MPI):
             watch_launcher(os.getppid())  # other launchers stop their ranks themselves
@@ -135,15 +144,21 @@ class ConnectionSettings:
         if context is not None:
             context.peers.channel.stop_accepting()
 
-    def _request(self, strategy: pl.strategies.DDPStrategy) -> Request:
+    def _request(self, strategy: RankDevicesStrategy) -> Request:
         started = started_ranks()
         world = world_of(strategy)
+        assert strategy.cluster_environment is not None
         return Request(
             world=world,
             init_method=str(self.init_method or Env()),
             is_explicit=self.init_method is not None,
-            has_one_device=getattr(strategy, "devices_per_rank", 1) == 1,
-            endpoint=self._endpoint(strategy, world),
+            has_one_device=strategy.devices_per_rank == 1,
+            make_endpoint=partial(
+                _make_endpoint,
+                self.init_method,
+                strategy.cluster_environment,
+                is_local=strategy.num_nodes == 1,
+            ),
             backend=backend_of(strategy),
             device=strategy.root_device,
             timeout=timeout_of(strategy),
@@ -159,35 +174,46 @@ class ConnectionSettings:
             timeouts=self.timeouts,
         )
 
-    def _endpoint(self, strategy: pl.strategies.DDPStrategy, world: World) -> Endpoint:
-        """Return the init method's endpoint in this process.
 
-        Raise if the method does not determine one.
-        """
-        context = current()
-        is_connected = context is not None and len(context.table) > 1
-        owns_group = context is not None and context.groups.owns_default
-        has_foreign_group = dist.is_initialized() and not owns_group
-        if is_connected or has_foreign_group or world.world_size == 1:
-            return Endpoint()  # never used: no rank has to find another one
-        method = self.init_method
-        environment = strategy.cluster_environment
-        if isinstance(method, File):
-            check_file(method)
-            return FileEndpoint(method.path)
-        if isinstance(method, Tcp):
-            return TcpEndpoint(method, is_local=strategy.num_nodes == 1)
-        if PRIVATE_FILE in os.environ and strategy.num_nodes == 1:
-            return FileEndpoint(os.environ[PRIVATE_FILE], is_local=True)
-        assert environment is not None
-        where = _env_address(environment)
-        if (
-            isinstance(environment, TorchElasticEnvironment)
-            and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        ):
-            # torchrun's agent is listening at that address, so rank 0 cannot.
-            return StoreEndpoint(where, f"lightning_ddp_ext/{os.environ['TORCHELASTIC_RUN_ID']}")
-        return TcpEndpoint(where, is_local=strategy.num_nodes == 1)
+def _make_endpoint(
+    method: InitMethod | None, environment: ClusterEnvironment, *, is_local: bool
+) -> Endpoint:
+    """Return the way to find rank 0, which is the first in this table that applies.
+
+    ================================  ===================================================
+    init method                       rank 0
+    ================================  ===================================================
+    ``file://``                       writes its address to the file
+    ``tcp://``                        listens at the address
+    none, ranks that this package     writes its address to a file in the variable
+    started on one node               ``PRIVATE_FILE``
+    none or ``env://``, torchrun's    writes its address to the store of torchrun's
+    agent listens at ``MASTER_PORT``  agent
+    none or ``env://``                listens at the environment's address
+    ================================  ===================================================
+
+    Args:
+        method: the init method; ``None`` if the user has not set one.
+        environment: the cluster environment.
+        is_local: whether all ranks are on this host.
+
+    Raises:
+        ConfigurationError: the file cannot be created, or the environment's address is
+            malformed.
+        RendezvousError: the environment has no address.
+    """
+    if isinstance(method, File):
+        check_file(method)
+        return FileEndpoint(method.path)
+    if isinstance(method, Tcp):
+        return TcpEndpoint(method, is_local=is_local)
+    if PRIVATE_FILE in os.environ and is_local:
+        return FileEndpoint(os.environ[PRIVATE_FILE], is_local=True)
+    where = _env_address(environment)
+    is_torchrun = isinstance(environment, TorchElasticEnvironment)
+    if is_torchrun and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return StoreEndpoint(where, f"lightning_ddp_ext/{os.environ['TORCHELASTIC_RUN_ID']}")
+    return TcpEndpoint(where, is_local=is_local)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ from ..stopping.rescue import Rescue
 from ..stopping.stops import StoppedException
 from .environment import source_of
 from .joining import (
-    ConnectionSettings,
+    Rendezvous,
     environment_with,
     temporary_path,
 )
@@ -67,13 +67,13 @@ class Collaborators:
     """The strategy's collaborators that a launcher uses.
 
     Attributes:
-        settings: how the ranks connect.
+        rendezvous: where and how the ranks connect.
         files: the stop and rescue checkpoints.
         rescue: saves the last step after another rank's death.
         deadline: the longest time for which started ranks may save before they exit.
     """
 
-    settings: ConnectionSettings
+    rendezvous: Rendezvous
     files: RunFiles
     rescue: Rescue
     deadline: timedelta
@@ -132,7 +132,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             size = self.num_processes * self.num_nodes
             return {**started.variables, "WORLD_SIZE": str(size)}
         if self.cluster_environment.creates_processes_externally:
-            missing = self._parts.settings.missing_variables(self.cluster_environment)
+            missing = self._parts.rendezvous.missing_variables(self.cluster_environment)
             # Lightning removes it after a run, although the next run needs it as well.
             kept = {name: value for name, value in os.environ.items() if name == "WORLD_SIZE"}
             return {**missing, **kept} if self._is_joint else kept
@@ -140,7 +140,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     def _start_ranks(self, trainer: Any) -> dict[str, str]:
         """Start this node's other ranks, and return this process's variables in a run."""
-        address = self._parts.settings.start_variables(self.cluster_environment, self.num_nodes)
+        address = self._parts.rendezvous.start_variables(self.cluster_environment, self.num_nodes)
         with environment_with({**address, LAUNCHER_PID: str(os.getpid())}):
             os.environ.pop("RANK", None)  # every started process would inherit a user's RANK
             self._call_children_scripts()  # sets variables even if it starts nothing
@@ -190,7 +190,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         """
         self._check_can_launch(trainer)
         leave()
-        variables = self._parts.settings.start_variables(
+        variables = self._parts.rendezvous.start_variables(
             self._environment, self._strategy.num_nodes
         )
         results = _Results(temporary_path())
