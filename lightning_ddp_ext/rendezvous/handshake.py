@@ -6,9 +6,10 @@ topic        from a rank to rank 0               from rank 0 to ranks
 "hello"      nonce of the address; :class:`Hello`
 "handshake"                                      ``accepted``: the port of rank 0's store
 ..                                               ``retry``: why to try again later
-..                                               ``refused``: the error of all ranks
-..                                               ``welcome``, ``route``: all ranks, and
-..                                               the address of rank 0 for other networks
+..                                               ``refused``: the error that ranks raise
+..                                               ``welcome``: all ranks, in order; and
+..                                               ``route``: rank 0's address for ranks on
+..                                               other networks, empty without any
 ..           ``overdue``: its ``init_timeout``
 ..           ``gave_up``: this rank's error
 ===========  ==================================  =======================================
@@ -24,7 +25,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from torch.distributed import Store, TCPStore
@@ -39,6 +40,11 @@ from lightning_ddp_ext.rendezvous.peers import event_of
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request
 from lightning_ddp_ext.rendezvous.sockets import host_of
 from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
+
+# Rank 0's replies to a hello.
+_ANSWERS = ("accepted", "retry", "refused")
+# The replies that end the handshake: all ranks are connected, or the start failed.
+_DECISIONS = ("welcome", "refused")
 
 
 @dataclass(frozen=True)
@@ -70,40 +76,16 @@ class Link(NamedTuple):
     here: str
 
 
-@dataclass(frozen=True)
-class Replies:
-    """Rank 0's replies to the latest hello, as in the table of the module.
-
-    A field is empty, or 0, until its reply arrives.
-    """
-
-    accepted: int = 0
-    retry: str = ""
-    refused: Sequence[Any] = ()
-    welcome: Sequence[Sequence[Any]] = ()
-    route: str = ""
-
-    def is_hello_answered(self) -> bool:
-        """Whether rank 0 has accepted or rejected this rank."""
-        return bool(self.accepted or self.retry or self.refused)
-
-    def is_start_decided(self) -> bool:
-        """Whether all ranks are connected, or the start has failed."""
-        return bool(self.welcome or self.refused)
-
-    @property
-    def table(self) -> tuple[RankInfo, ...]:
-        """All ranks, in order, once this rank is welcome."""
-        return tuple(RankInfo(*values) for values in self.welcome)
-
-    def raise_if_refused(self) -> None:
-        """Raise the error of the refusal, if any."""
-        if self.refused:
-            raise error_in(self.refused)
-
-
 class Handshake:
-    """Connects this rank to rank 0."""
+    """Connects this rank to rank 0.
+
+    Args:
+        request: the Trainer's request.
+        endpoint: the way to find rank 0.
+        hello: this rank's description.
+        channel: an unused channel, which the caller closes after an error.
+        deadline: the end of ``init_timeout``.
+    """
 
     def __init__(
         self,
@@ -118,7 +100,7 @@ class Handshake:
         self._hello = hello
         self._channel = channel
         self._deadline = deadline
-        self._replies = Replies()
+        self._replies: Message = {}  # to the latest hello, as in the table of the module
         self._last_error = OSError("not tried")
         self._published: Address | None = None
         self._where = ""  # the latest address that accepted a connection, for messages
@@ -141,7 +123,7 @@ class Handshake:
             self._report_end(error)
             raise
         is_on_network_of_rank_zero = self._hello.info.network == table[0].network
-        route = self._replies.route if is_on_network_of_rank_zero else link.here
+        route = self._replies["route"] if is_on_network_of_rank_zero else link.here
         return Connections(self._channel, table, store, store_sockets, route, self._withdraw)
 
     def _report_end(self, error: BaseException) -> None:
@@ -150,11 +132,11 @@ class Handshake:
         After the welcome it is the failure of a rank; before, rank 0 refuses all ranks.
         """
         info = self._hello.info
-        if self._replies.welcome:
+        if "welcome" in self._replies:
             if 0 in self._channel.ended:
                 self._withdraw()
             self._channel.send("event", asdict(event_of("failed", info, reason_of(error))))
-        elif not self._replies.refused:
+        elif "refused" not in self._replies:
             self._channel.send("handshake", {"gave_up": str(gave_up_error(info, error))})
 
     def _withdraw(self) -> None:
@@ -203,18 +185,17 @@ class Handshake:
         self._where = f"{host}:{address.port}"
         link = Link(host_of(connected.getpeername()), host_of(connected.getsockname()))
         self._channel.connect(0, connected)
-        self._replies = Replies()
+        self._replies = {}
         self._channel.send("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
         # Rank 0 may be busy, so only a closed connection, the deadline or a changed
         # address ends this wait.
-        while not self._wait_until(
-            Replies.is_hello_answered,
-            min(self._request.timeouts.connect, self._deadline.remaining),
+        while not self._wait_for(
+            _ANSWERS, min(self._request.timeouts.connect, self._deadline.remaining)
         ):
             if self._deadline.expired or self._endpoint.look_up(self._deadline) != address:
                 break
-        self._replies.raise_if_refused()
-        if not self._replies.accepted:
+        self._raise_if_refused()
+        if "accepted" not in self._replies:
             raise OSError(self._reason_without_reply())
         return link
 
@@ -233,8 +214,8 @@ class Handshake:
         closed = self._channel.ended.get(0)
         if closed == MALFORMED:
             return "another program is answering there"
-        if self._replies.retry:
-            return self._replies.retry
+        if "retry" in self._replies:
+            return str(self._replies["retry"])
         if closed is None:
             return "it accepted the connection, but did not reply"
         return "it closed the connection without replying"
@@ -279,7 +260,7 @@ class Handshake:
 
         After the welcome, hundreds of ranks would connect to the store simultaneously.
         """
-        port = self._replies.accepted
+        port = self._replies["accepted"]
         try:
             return connect_store(host, port, self._deadline, self._raise_if_ended)
         except RendezvousError:
@@ -287,21 +268,29 @@ class Handshake:
             raise
 
     def _await_welcome(self) -> tuple[RankInfo, ...]:
-        if not self._wait_until(Replies.is_start_decided, self._deadline.remaining):
+        if not self._wait_for(_DECISIONS, self._deadline.remaining):
             self._channel.send("handshake", {"overdue": self._deadline.seconds})
-            self._wait_until(Replies.is_start_decided, self._request.timeouts.answer)
-        if not self._replies.welcome:
+            self._wait_for(_DECISIONS, self._request.timeouts.answer)
+        if "welcome" not in self._replies:
             self._raise_if_ended()
             raise self._lost("did not reply")
-        return self._replies.table
+        return self._table()
+
+    def _table(self) -> tuple[RankInfo, ...]:
+        """Return all ranks, in order, from the welcome."""
+        return tuple(RankInfo(*values) for values in self._replies["welcome"])
+
+    def _raise_if_refused(self) -> None:
+        if "refused" in self._replies:
+            raise error_in(self._replies["refused"])
 
     def _raise_if_ended(self) -> None:
-        self._replies.raise_if_refused()
+        self._raise_if_refused()
         if 0 not in self._channel.ended:
             return
-        if self._replies.welcome:
+        if "welcome" in self._replies:
             reason = self._channel.ended[0] or "it closed the connection"
-            raise event_of("died", self._replies.table[0], reason).to_error()
+            raise event_of("died", self._table()[0], reason).to_error()
         raise self._lost("closed the connection")
 
     def _lost(self, finding: str) -> RendezvousError:
@@ -311,17 +300,17 @@ class Handshake:
         )
 
     def _handle_message(self, body: Message) -> None:
-        """Add a reply; on the channel's thread."""
-        del body["from"]
-        self._replies = replace(self._replies, **body)
+        """Add replies, all together; on the channel's thread."""
+        self._replies = {**self._replies, **body}
 
-    def _wait_until(self, condition: Callable[[Replies], bool], seconds: float) -> bool:
-        """Wait until ``condition`` holds or the connection is closed.
+    def _wait_for(self, replies: tuple[str, ...], seconds: float) -> bool:
+        """Wait until one of ``replies`` arrives or the connection is closed.
 
         Return whether one of them happened within ``seconds``.
         """
         return self._channel.wait_for(
-            lambda: condition(self._replies) or 0 in self._channel.ended, seconds
+            lambda: any(reply in self._replies for reply in replies) or 0 in self._channel.ended,
+            seconds,
         )
 
 
