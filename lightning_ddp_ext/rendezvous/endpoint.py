@@ -6,8 +6,8 @@
 ``StoreEndpoint``    as above, but to the store of a launcher such as torchrun
 ===================  ==============================================================
 
-An address left behind in a file by an earlier run is harmless: rank 0 of another run
-refuses the nonce in it.
+A rank 0 that is killed leaves its address in the file, which is harmless: rank 0 of
+another run refuses the nonce in it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Endpoint:
     def withdraw(self, address: Address) -> None:
         """Remove the published address, unless another process published it.
 
-        Called on rank 0, or on other ranks after rank 0's death.
+        Called on rank 0.
         """
 
 

@@ -58,7 +58,7 @@ class Connections:
         store_sockets: the sockets of the connection to the store.
         route: the address at which ranks on other hosts can reach this host; empty if
             all ranks are on this host.
-        withdraw: removes the published address; for rank 0, or after its death.
+        withdraw: on rank 0, removes the published address.
     """
 
     channel: Channel
@@ -124,7 +124,7 @@ class Handshake:
             raise
         is_on_network_of_rank_zero = self._hello.info.network == table[0].network
         route = self._replies["route"] if is_on_network_of_rank_zero else link.here
-        return Connections(self._channel, table, store, store_sockets, route, self._withdraw)
+        return Connections(self._channel, table, store, store_sockets, route)
 
     def _report_end(self, error: BaseException) -> None:
         """Report to rank 0 the error that ends this rank's start.
@@ -133,16 +133,9 @@ class Handshake:
         """
         info = self._hello.info
         if "welcome" in self._replies:
-            if 0 in self._channel.ended:
-                self._withdraw()
             self._channel.send("event", asdict(event_of("failed", info, reason_of(error))))
         elif "refused" not in self._replies:
             self._channel.send("handshake", {"gave_up": str(gave_up_error(info, error))})
-
-    def _withdraw(self) -> None:
-        """Remove the address of a rank 0 that died."""
-        if self._published is not None:
-            self._endpoint.withdraw(self._published)
 
     # Finding rank 0.
 

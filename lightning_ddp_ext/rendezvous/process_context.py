@@ -202,10 +202,7 @@ class ProcessContext:
             self.groups.close(is_broken=self.peers.cause is not None)
         finally:
             self.groups.release()
-            cause = self.peers.cause
-            rank_zero_died = cause is not None and cause.kind == "died" and cause.rank == 0
-            if self.world.is_rank_zero or rank_zero_died:
-                self._connections.withdraw()
+            self._connections.withdraw()
             self._connections.channel.close()
             self.peers.record_raised()
         if self.groups.is_abort_stuck:
