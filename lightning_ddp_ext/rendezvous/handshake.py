@@ -152,7 +152,6 @@ class Handshake:
             link = self._try(self._published)
             if link is not None:
                 return link
-            self._raise_if_port_is_taken()
         raise self._not_found()
 
     def _try(self, address: Address) -> Link | None:
@@ -206,20 +205,12 @@ class Handshake:
     def _reason_without_reply(self) -> str:
         closed = self._channel.ended.get(0)
         if closed == MALFORMED:
-            return "another program is answering there"
+            return "a program other than rank 0 is answering there"
         if "retry" in self._replies:
             return str(self._replies["retry"])
         if closed is None:
             return "it accepted the connection, but did not reply"
         return "it closed the connection without replying"
-
-    def _raise_if_port_is_taken(self) -> None:
-        is_other_program = self._channel.ended.get(0) == MALFORMED
-        if is_other_program and isinstance(self._endpoint, TcpEndpoint):
-            raise RendezvousError(
-                f"a program other than rank 0 is listening at {self._where}; choose a port that no"
-                " other program uses, or correct the address of rank 0's host"
-            )
 
     def _not_found(self) -> RendezvousError:
         if isinstance(self._endpoint, TcpEndpoint):
