@@ -1,4 +1,4 @@
-"""Exchange messages over one TCP connection: a topic and a JSON object on each line."""
+"""Exchange messages over one TCP connection: each line is a JSON list, topic and body."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from typing import Any, cast
 
 from typing_extensions import override
 
+# The longest line, in bytes; a peer that sends a longer one is disconnected.
 MAX_MESSAGE = 1 << 20
-MAX_HELLO = 1 << 14
-MAX_UNSENT = 8 << 20
 
+# Values of ``Connection.close_reason``. Messages show them after the name of a rank.
 CLOSED = "its process ended unexpectedly"
 NOT_READING = "it stopped reading messages"
 MALFORMED = "it sent a malformed message"
 
-_CHUNK = 1 << 16
+_MAX_UNSENT = 8 << 20  # bytes that may wait for a peer to read
+_CHUNK = 1 << 16  # bytes of one read
 
+# The body of a message, a JSON object.
 Message = dict[str, Any]
 
 
 class Connection(asyncio.Protocol):
     """A connection to a peer; only for the event loop's thread.
-
-    Until ``rank`` is set, the peer is not trusted, and its messages may only be as long
-    as a hello.
 
     Args:
         connected: the socket, which the connection closes.
@@ -71,7 +70,7 @@ class Connection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         self._transport.write(line)
-        if self._transport.get_write_buffer_size() > MAX_UNSENT:
+        if self._transport.get_write_buffer_size() > _MAX_UNSENT:
             self.close(NOT_READING)
 
     def close_in_order(self) -> None:
@@ -94,12 +93,12 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
-            message = decode(line) if len(line) <= self._longest else None
+            message = decode(line) if len(line) <= MAX_MESSAGE else None
             if message is None:
                 self.close(MALFORMED)
                 return
             self._on_message(self, *message)
-        if len(self._unread) > self._longest:
+        if len(self._unread) > MAX_MESSAGE:
             self.close(MALFORMED)
 
     @override
@@ -110,16 +109,12 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.close_reason:
             # A failed write ends reading, but earlier messages may explain it. A malformed
-            # one sets the reason.
+            # message sets the reason.
             self._receive_rest()
             is_closed = exc is None or isinstance(exc, ConnectionError)
             self.close_reason = self.close_reason or (CLOSED if is_closed else self._silence_reason)
         self._on_lost(self)
         self.lost.set_result(None)
-
-    @property
-    def _longest(self) -> int:
-        return MAX_HELLO if self.rank is None else MAX_MESSAGE
 
     def _receive_rest(self) -> None:
         with suppress(OSError):

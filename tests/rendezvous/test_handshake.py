@@ -17,7 +17,7 @@ from lightning_ddp_ext.rendezvous.endpoint import Address, FileEndpoint
 from lightning_ddp_ext.rendezvous.init_method import File, Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Timeouts
-from lightning_ddp_ext.rendezvous.wire import MAX_HELLO, encode
+from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, encode
 from tests.harness.ranks import RankProcesses, free_port, hold
 from tests.rendezvous.connecting import (
     HOST,
@@ -190,8 +190,7 @@ SENT_BY_STRANGERS = [
     b'["a", 1]\n',
     b"\xff\xfe\n",
     b"[" * 9999 + b"\n",
-    b"x" * (MAX_HELLO + 1),
-    encode("a", {"text": "x" * MAX_HELLO}),
+    b"x" * (MAX_MESSAGE + 1),
     encode("x", {}),
     encode("hello", {"nonce": ""}),
     encode("hello", {"nonce": "", "hello": RANK_BEYOND_ITS_WORLD}),
