@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -139,7 +138,7 @@ class Hello:
     def settings(self) -> dict[str, str]:
         """Return the settings that must be the same on all ranks, by name."""
         versions = {f"the version of {name}": version for name, version in self.versions.items()}
-        return {"world_size": str(self.world_size), "init_method": self.init_method, **versions}
+        return {"world_size": str(self.world_size), **versions}
 
 
 def difference_between(first: Hello, second: Hello) -> str | None:
@@ -150,17 +149,9 @@ def difference_between(first: Hello, second: Hello) -> str | None:
     for name in {**low_settings, **high_settings}:
         low_value = low_settings.get(name, "none")
         high_value = high_settings.get(name, "none")
-        if _without_host(low_value) != _without_host(high_value):
+        if low_value != high_value:
             return (
                 f"{name} must be the same on all ranks: {low.info} has {low_value}, {high.info} has"
                 f" {high_value}; start every rank with the same settings and the same installation"
             )
     return None
-
-
-def _without_host(value: str) -> str:
-    """Remove the host of a ``tcp://`` URL.
-
-    Ranks may name rank 0's host differently, but have all reached the same one.
-    """
-    return re.sub(r"^tcp://.*:", "tcp://", value)

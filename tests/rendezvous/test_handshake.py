@@ -56,9 +56,6 @@ SOON = Timeouts(after_refusal=1.0, answer=3.0, connect=2.0)
         pytest.param("tcp", {"rank": 0}, CLAIMED.format(0), id="two ranks 0 at a port"),
         pytest.param("file", {"rank": 0}, CLAIMED.format(0), id="two ranks 0 at a file"),
         pytest.param("file", {"world_size": 4}, DIFFERENT.format("world_size"), id="world size"),
-        pytest.param(
-            "tcp", {"init_method": "env://"}, DIFFERENT.format("init_method"), id="init method"
-        ),
     ],
 )
 def test_ranks_or_settings_that_conflict_are_named(
