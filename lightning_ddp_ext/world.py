@@ -283,11 +283,10 @@ def _slurm_tasks_on_node(environ: Environ) -> int | None:
     All nodes are assumed to have equally many, but more than the local rank.
     """
     nodes = _first_integer(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
-    if nodes:
-        tasks: int | None = math.ceil(_integer(environ, "SLURM_NTASKS") / nodes)
-    else:
-        tasks = _first_integer(environ, "SLURM_NTASKS_PER_NODE")
-    return None if tasks is None else max(tasks, _integer(environ, "SLURM_LOCALID") + 1)
+    if not nodes:
+        return None
+    tasks = math.ceil(_integer(environ, "SLURM_NTASKS") / nodes)
+    return max(tasks, _integer(environ, "SLURM_LOCALID") + 1)
 
 
 def _integer(environ: Environ, name: str) -> int:

@@ -157,11 +157,10 @@ JOB_OF_7 = without(SLURM, "SLURM_NNODES") | {"SLURM_NTASKS": "7"}
             2,
             id="of the job",
         ),
-        pytest.param({"SLURM_NTASKS_PER_NODE": "4"}, 4, id="requested"),
         pytest.param(  # Lightning accepts a local rank beyond it
-            {"SLURM_NTASKS_PER_NODE": "1", "SLURM_NODEID": "0"},
+            {"SLURM_NNODES": "7", "SLURM_NODEID": "2"},
             2,
-            id="requested, but fewer than the local rank needs",
+            id="of the job, but fewer than the local rank needs",
         ),
         pytest.param({"SLURM_NODEID": "0"}, 7, id="all tasks"),
     ],
@@ -169,9 +168,9 @@ JOB_OF_7 = without(SLURM, "SLURM_NNODES") | {"SLURM_NTASKS": "7"}
 def test_slurm_has_the_number_of_processes_on_a_node(
     variables: dict[str, str], local_world_size: int
 ) -> None:
-    """The number is that of the step, the job or the request, or the number of tasks.
+    """It follows from the nodes of the step or, without those, of the job.
 
-    The first of these that is known takes precedence.
+    If neither is known, all tasks are on one node.
     """
     assert read(JOB_OF_7 | variables).local_world_size == local_world_size
 

@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.supervision.child_scripts import started_ranks
 from lightning_ddp_ext.supervision.rank_variables import has_set_rank_variables
-from lightning_ddp_ext.world import World, check_devices, read_world
+from lightning_ddp_ext.world import SLURM, TORCHRUN, World, check_devices, read_world
 
 from ..private.lightning_tree import (
     ClusterEnvironment,
@@ -19,6 +19,9 @@ from ..private.lightning_tree import (
     TorchElasticEnvironment,
     pl,
 )
+
+# srun sets this variable, and SLURM_STEP_ID, for the tasks that it starts.
+_TASKS_OF_STEP = "SLURM_STEP_NUM_TASKS"
 
 
 class WorldEnvironment(LightningEnvironment):
@@ -65,8 +68,8 @@ def source_of(environment: ClusterEnvironment) -> str:
     """Return the name of the launcher that set this process's rank, for messages."""
     if isinstance(environment, WorldEnvironment):
         return environment.world.source
-    words = {SLURMEnvironment: "SLURM", TorchElasticEnvironment: "torchrun"}
-    return words.get(type(environment), type(environment).__name__)
+    names = {SLURMEnvironment: SLURM.source, TorchElasticEnvironment: TORCHRUN.source}
+    return names.get(type(environment), type(environment).__name__)
 
 
 def world_of(strategy: pl.strategies.DDPStrategy) -> World:
@@ -91,7 +94,15 @@ def choose_environment(
     """Return the environment that determines this process's rank.
 
     It is the given one, or one of ours for launchers that Lightning does not detect.
-    Raise if the ranks do not match the Trainer's devices.
+
+    Args:
+        environment: the environment that the user or Lightning chose.
+        devices: the Trainer's ranks on each node.
+        num_nodes: the Trainer's nodes.
+
+    Raises:
+        ConfigurationError: the processes that a launcher started do not match these
+            numbers, or its variables are invalid.
     """
     is_from_user_or_torchrun = type(environment) not in (LightningEnvironment, SLURMEnvironment)
     has_started_ranks = started_ranks() is not None
@@ -99,12 +110,14 @@ def choose_environment(
         return environment
     # Beside ours, a RANK that the user exported does not make this process a rank.
     world = None if has_set_rank_variables() else read_world(os.environ, devices=devices)
-    _check_tasks(world, devices * num_nodes)
     if world is None:
+        _check_ignored_tasks(devices * num_nodes)
         _check_local_rank(environment, devices)
         return environment
+    if world.source == SLURM.source:
+        _check_tasks_are_started(world)
     check_devices(world, devices=devices, num_nodes=num_nodes)
-    is_lightnings = type(environment) is SLURMEnvironment and world.source == "SLURM"
+    is_lightnings = type(environment) is SLURMEnvironment and world.source == SLURM.source
     return environment if is_lightnings else WorldEnvironment(world)
 
 
@@ -118,21 +131,25 @@ def _check_local_rank(environment: ClusterEnvironment | None, devices: int) -> N
         )
 
 
-def _check_tasks(world: World | None, ranks: int) -> None:
-    """Raise if SLURM did not start the ranks, or started tasks that are not ranks."""
+def _check_ignored_tasks(ranks: int) -> None:
+    """Raise if srun started this Trainer's ranks in a job in which Lightning ignores SLURM."""
     job_name = os.environ.get("SLURM_JOB_NAME")
-    # srun sets these for the tasks that it starts.
-    step = os.environ.get("SLURM_STEP_ID")
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS")
-    is_in_ignored_job = world is None and job_name is not None
-    if is_in_ignored_job and tasks == str(ranks) and ranks > 1:
+    tasks = os.environ.get(_TASKS_OF_STEP)
+    if job_name is not None and tasks == str(ranks) and ranks > 1:
         raise ConfigurationError(
             f"srun started {tasks} tasks, but Lightning ignores SLURM in a job named {job_name!r},"
             " so each task would train alone; use srun --job-name=train, or unset"
-            " SLURM_STEP_NUM_TASKS if each task has to start its own ranks"
+            f" {_TASKS_OF_STEP} if each task has to start its own ranks"
         )
-    if world is None or world.source != "SLURM":
-        return
+
+
+def _check_tasks_are_started(world: World) -> None:
+    """Raise if this script runs outside of the tasks of its SLURM job.
+
+    Rank 0 would wait for ranks that SLURM has not started.
+    """
+    step = os.environ.get("SLURM_STEP_ID")
+    tasks = os.environ.get(_TASKS_OF_STEP)
     are_started = int(tasks) >= world.world_size if tasks else step is not None
     if world.world_size > 1 and not are_started:
         raise ConfigurationError(
