@@ -67,7 +67,7 @@ def request(rank: int, world_size: int, init_method: str) -> Request:
     return Request(
         world=world,
         init_method=init_method,
-        make_endpoint=lambda: (
+        make_endpoint=lambda deadline: (
             FileEndpoint(method.path) if isinstance(method, File) else TcpEndpoint(method)  # type: ignore[arg-type]
         ),
         backend="gloo",

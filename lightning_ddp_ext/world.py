@@ -81,8 +81,7 @@ class World:
 class Launcher:
     """The names of the variables in which a launcher describes a process's place.
 
-    Of several names for one number, the first that is set counts. ``run`` variables are
-    the same on all ranks of a run, and differ between runs.
+    Of several names for one number, the first that is set counts.
     """
 
     source: str
@@ -91,7 +90,6 @@ class Launcher:
     local_rank: str
     local_world_size: str = ""
     node_rank: tuple[str, ...] = ()
-    run: tuple[str, ...] = ()
 
 
 BY_HAND = Launcher(
@@ -102,19 +100,13 @@ BY_HAND = Launcher(
     local_world_size="LOCAL_WORLD_SIZE",
     node_rank=("NODE_RANK", "GROUP_RANK"),
 )
-TORCHRUN = replace(
-    BY_HAND,
-    source="torchrun",
-    node_rank=("GROUP_RANK",),
-    run=("TORCHELASTIC_RUN_ID",),
-)
+TORCHRUN = replace(BY_HAND, source="torchrun", node_rank=("GROUP_RANK",))
 OPEN_MPI = Launcher(
     source="Open MPI",
     rank="OMPI_COMM_WORLD_RANK",
     world_size="OMPI_COMM_WORLD_SIZE",
     local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
     local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    run=("PMIX_NAMESPACE",),
 )
 PMI = Launcher(  # MPICH, Intel MPI
     source="PMI",
@@ -129,8 +121,13 @@ SLURM = Launcher(
     world_size="SLURM_NTASKS",
     local_rank="SLURM_LOCALID",
     node_rank=("SLURM_NODEID",),
-    run=("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
+# The variables that together name a run, by the launcher's source.
+_RUN_VARIABLES = {
+    TORCHRUN.source: ("TORCHELASTIC_RUN_ID",),
+    OPEN_MPI.source: ("PMIX_NAMESPACE",),
+    SLURM.source: ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+}
 
 
 def read_world(environ: Environ, *, devices: int | None = None) -> World | None:
@@ -235,17 +232,14 @@ def _is_slurm(environ: Environ) -> bool:
 
 
 def run_of(source: str, environ: Environ) -> str:
-    """Return a launcher's name for this run; empty if it has none.
+    """Return the name that the launcher ``source`` gives to this run, if any.
+
+    It is the same on all ranks of the run, and differs between runs.
 
     >>> run_of("SLURM", {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"})
     'SLURM_JOB_ID=12 SLURM_STEP_ID=0'
     """
-    variables = [
-        name
-        for launcher in (TORCHRUN, OPEN_MPI, SLURM)
-        if launcher.source == source
-        for name in launcher.run
-    ]
+    variables = _RUN_VARIABLES.get(source, ())
     return " ".join(f"{name}={environ[name]}" for name in variables if name in environ)
 
 

@@ -109,7 +109,7 @@ class Coordinator:
         if self._deadline.expired:
             self._refuse_missing(self._deadline.seconds)
         # Another rank 0 may have replaced the address.
-        published = self._endpoint.look_up(self._deadline)
+        published = self._endpoint.look_up()
         if published is not None and published != self._address:
             self._check_rank_zero_at(published)
             self._endpoint.publish(self._address)
@@ -128,7 +128,7 @@ class Coordinator:
     # Detection of another rank 0.
 
     def _listen(self) -> tuple[socket.socket, Address]:
-        earlier_address = self._endpoint.look_up(self._deadline)
+        earlier_address = self._endpoint.look_up()
         if earlier_address is not None and earlier_address.nonce:
             self._check_rank_zero_at(earlier_address)
         try:

@@ -84,7 +84,7 @@ class Endpoint:
     def publish(self, address: Address) -> None:
         """Publish the address; called on rank 0."""
 
-    def look_up(self, deadline: Deadline) -> Address | None:
+    def look_up(self) -> Address | None:
         """Return rank 0's address; ``None`` while it is unknown.
 
         Raises:
@@ -123,10 +123,10 @@ class TcpEndpoint(Endpoint):
                 f" cannot bind port {self.where.port}: {os.strerror(error.errno or 0)}; stop the"
                 " program that uses the port, or choose another port"
             ) from None
-        return listener, self.look_up(Deadline(0.0))
+        return listener, self.look_up()
 
     @override
-    def look_up(self, deadline: Deadline) -> Address:
+    def look_up(self) -> Address:
         return Address((self.where.host,), self.where.port)
 
 
@@ -138,7 +138,7 @@ class FileEndpoint(Endpoint):
     is_local: bool = False
 
     @override
-    def look_up(self, deadline: Deadline) -> Address | None:
+    def look_up(self) -> Address | None:
         try:
             with open(self.path, "rb") as file:
                 content = file.read(_LONGEST_ADDRESS)
@@ -160,7 +160,7 @@ class FileEndpoint(Endpoint):
     @override
     def withdraw(self, address: Address) -> None:
         with suppress(OSError, RendezvousError):
-            if self.look_up(Deadline(0.0)) == address:
+            if self.look_up() == address:
                 os.unlink(self.path)
 
     @override
@@ -187,30 +187,20 @@ class FileEndpoint(Endpoint):
                 os.unlink(temporary)
 
 
-@dataclass
+@dataclass(frozen=True)
 class StoreEndpoint(Endpoint):
-    """Rank 0 writes its address to a launcher's store at ``where``.
+    """Rank 0 writes its address to a launcher's store, under ``key``."""
 
-    The ``key`` of the address is derived from the run id.
-    """
-
-    where: Tcp
+    store: TCPStore
     key: str
-    _store: TCPStore | None = None
 
     @override
-    def look_up(self, deadline: Deadline) -> Address | None:
-        store = self._open(deadline)
-        return _parse_address(store.get(self.key)) if store.check([self.key]) else None
+    def look_up(self) -> Address | None:
+        return _parse_address(self.store.get(self.key)) if self.store.check([self.key]) else None
 
     @override
     def publish(self, address: Address) -> None:
-        self._open(Deadline(10.0)).set(self.key, _format_address(address))
-
-    def _open(self, deadline: Deadline) -> TCPStore:
-        if self._store is None:
-            self._store = connect_store(self.where.host, self.where.port, deadline)
-        return self._store
+        self.store.set(self.key, _format_address(address))
 
 
 def _format_address(address: Address) -> str:

@@ -145,7 +145,7 @@ class Handshake:
             sentence = self._request.launch_failure()
             if sentence is not None:
                 raise RendezvousError(sentence)
-            self._published = self._endpoint.look_up(self._deadline)
+            self._published = self._endpoint.look_up()
             if self._published is None:
                 self._last_error = OSError("rank 0 has not published its address there")
                 continue
@@ -184,7 +184,7 @@ class Handshake:
         while not self._wait_for(
             _ANSWERS, min(self._request.timeouts.connect, self._deadline.remaining)
         ):
-            if self._deadline.expired or self._endpoint.look_up(self._deadline) != address:
+            if self._deadline.expired or self._endpoint.look_up() != address:
                 break
         self._raise_if_refused()
         if "accepted" not in self._replies:

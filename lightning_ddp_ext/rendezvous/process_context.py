@@ -305,7 +305,8 @@ def connect(request: Request, deadline: Deadline) -> Connections:
         return Connections(channel, (hello.info,), HashStore())
     connector = Coordinator if world.is_rank_zero else Handshake
     try:
-        return connector(request, request.make_endpoint(), hello, channel, deadline).connect()
+        endpoint = request.make_endpoint(deadline)
+        return connector(request, endpoint, hello, channel, deadline).connect()
     except BaseException:
         channel.close(in_order=False)
         raise

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint
 from lightning_ddp_ext.rendezvous.sockets import network_identity
 from lightning_ddp_ext.world import World
@@ -55,8 +56,9 @@ class Request:
     Attributes:
         world: this process's place among all ranks.
         init_method: how the ranks find rank 0, as a URL for messages.
-        make_endpoint: returns the way to find rank 0, if the ranks have to connect; it
-            raises if the init method does not determine one.
+        make_endpoint: returns the way to find rank 0, and may use the time until a
+            deadline; called if the ranks have to connect. It raises if the init method
+            does not determine one.
         backend: the backend of the process group, such as ``gloo``.
         device: the device of this rank.
         timeout: the timeout of collectives; ``None`` for the backend's default.
@@ -73,7 +75,7 @@ class Request:
 
     world: World
     init_method: str
-    make_endpoint: Callable[[], Endpoint]
+    make_endpoint: Callable[[Deadline], Endpoint]
     backend: str
     device: torch.device
     timeout: timedelta | None

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ def request(
     )
     return Request(
         world=world,
-        make_endpoint=partial(endpoint_at, where),
+        make_endpoint=lambda deadline: endpoint_at(where),
         init_method=init_method or str(where),
         timeout=None,
         init_timeout=timedelta(seconds=init_timeout),

@@ -16,7 +16,14 @@ import torch
 
 from lightning_ddp_ext.arguments import to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError, RendezvousError
-from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint, StoreEndpoint, TcpEndpoint
+from lightning_ddp_ext.rendezvous.deadline import Deadline
+from lightning_ddp_ext.rendezvous.endpoint import (
+    Endpoint,
+    FileEndpoint,
+    StoreEndpoint,
+    TcpEndpoint,
+    connect_store,
+)
 from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file, choose
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, variables_of
 from lightning_ddp_ext.rendezvous.process_context import current
@@ -155,8 +162,8 @@ class Rendezvous:
             has_one_device=strategy.devices_per_rank == 1,
             make_endpoint=partial(
                 _make_endpoint,
-                self.init_method,
-                strategy.cluster_environment,
+                method=self.init_method,
+                environment=strategy.cluster_environment,
                 is_local=strategy.num_nodes == 1,
             ),
             backend=backend_of(strategy),
@@ -176,7 +183,11 @@ class Rendezvous:
 
 
 def _make_endpoint(
-    method: InitMethod | None, environment: ClusterEnvironment, *, is_local: bool
+    deadline: Deadline,
+    *,
+    method: InitMethod | None,
+    environment: ClusterEnvironment,
+    is_local: bool,
 ) -> Endpoint:
     """Return the way to find rank 0, which is the first in this table that applies.
 
@@ -193,6 +204,7 @@ def _make_endpoint(
     ================================  ===================================================
 
     Args:
+        deadline: the end of ``init_timeout``.
         method: the init method; ``None`` if the user has not set one.
         environment: the cluster environment.
         is_local: whether all ranks are on this host.
@@ -200,7 +212,7 @@ def _make_endpoint(
     Raises:
         ConfigurationError: the file cannot be created, or the environment's address is
             malformed.
-        RendezvousError: the environment has no address.
+        RendezvousError: the environment has no address, or the store cannot be used.
     """
     if isinstance(method, File):
         check_file(method)
@@ -212,7 +224,8 @@ def _make_endpoint(
     where = _env_address(environment)
     is_torchrun = isinstance(environment, TorchElasticEnvironment)
     if is_torchrun and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return StoreEndpoint(where, f"lightning_ddp_ext/{os.environ['TORCHELASTIC_RUN_ID']}")
+        store = connect_store(where.host, where.port, deadline)
+        return StoreEndpoint(store, f"lightning_ddp_ext/{os.environ['TORCHELASTIC_RUN_ID']}")
     return TcpEndpoint(where, is_local=is_local)
 
 
