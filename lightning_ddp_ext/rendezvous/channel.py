@@ -6,7 +6,7 @@ on a daemon thread serves the connections. Callbacks on that thread must not wai
 messages, since the thread itself would have to deliver them.
 
 The life of a connection on rank 0: ``accept`` opens it without a rank, ``admit`` gets
-its messages until ``adopt`` assigns a rank, and then the listeners of each topic get
+its messages until ``adopt`` assigns a rank, and then the handler of each topic gets
 them. A rank that leaves in order says so before it closes.
 """
 
@@ -24,20 +24,25 @@ from contextlib import suppress
 
 from lightning_ddp_ext.rendezvous.wire import CLOSED, MAX_MESSAGE, Connection, Message, encode
 
-Listener = Callable[[Message], None]
+# Called with the body of a message, to which the channel adds "from", the sender's rank.
+Handler = Callable[[Message], None]
 # Called with the topic and body of a message from a connection that has no rank yet.
 Admit = Callable[[Connection, str, Message], None]
+# Called with a rank and the reason for which its connection closed, as in ``ended``.
 OnClosed = Callable[[int, str], None]
 
 _logger = logging.getLogger(__name__)
 
-_PAUSE_AFTER_ERROR = 0.1
-_FLUSH_SECONDS = 1.0
+_PAUSE_AFTER_ERROR = 0.1  # seconds until rank 0 tries to accept again
+_FLUSH_SECONDS = 1.0  # the longest wait for messages to be sent, or for peers to close
 _LEAVING = "leaving"
 
 
 class Channel:
     """The connections of this process: on rank 0 to all other ranks, else to rank 0.
+
+    Args:
+        heartbeat: the silence in seconds after which the kernel closes a connection.
 
     Attributes:
         ended: the ranks whose connections closed, with the reasons; a reason is empty
@@ -50,14 +55,14 @@ class Channel:
         self.ended: dict[int, str] = {}
         self.arrived = threading.Condition(threading.RLock())
         self._heartbeat = heartbeat
-        self._peers: dict[int, Connection] = {}  # by rank
+        self._of_rank: dict[int, Connection] = {}
         self._connections: set[Connection] = set()  # also those without a rank
         self._listener: socket.socket | None = None
         self._accepting: Future[None] | None = None
         self._admit: Admit = lambda connection, topic, body: None
         self._on_closed: OnClosed = lambda rank, reason: None
-        self._listeners: dict[str, Listener] = {}
-        self._unclaimed: dict[str, list[Message]] = {}  # of topics without a listener
+        self._handlers: dict[str, Handler] = {}  # by topic
+        self._unclaimed: dict[str, list[Message]] = {}  # of topics without a handler
         # Encoded messages with their receivers; None: all other ranks.
         self._outgoing: deque[tuple[bytes, Collection[int] | None]] = deque()
         self._loop = asyncio.SelectorEventLoop()
@@ -116,8 +121,8 @@ class Channel:
             with suppress(RuntimeError):  # closed meanwhile
                 self._loop.call_soon_threadsafe(self._flush)
 
-    def listen(self, topic: str, listener: Listener) -> None:
-        """Have ``listener`` called with each message on a topic.
+    def on_message(self, topic: str, handler: Handler) -> None:
+        """Have ``handler`` called with each message on a topic.
 
         This thread calls it with messages that arrived earlier, while it holds the lock
         of ``arrived``, and the serving thread with later ones. So it must neither wait
@@ -125,19 +130,16 @@ class Channel:
         """
         with self.arrived:  # later messages stay behind the earlier ones
             for body in self._unclaimed.pop(topic, []):
-                listener(body)
-            self._listeners[topic] = listener
+                handler(body)
+            self._handlers[topic] = handler
 
-    def on_closed(self, listener: OnClosed) -> None:
-        """Call ``listener`` with each rank whose connection closes or has closed.
-
-        It also gets the reason, as in ``ended``.
-        """
+    def on_closed(self, handler: OnClosed) -> None:
+        """Have ``handler`` called with each rank whose connection closes or has closed."""
         with self.arrived:
-            self._on_closed = listener
+            self._on_closed = handler
             ended = dict(self.ended)
         for rank, reason in ended.items():
-            listener(rank, reason)
+            handler(rank, reason)
 
     def wait_for(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
         """Wait until ``condition`` holds, and return whether it does.
@@ -172,7 +174,7 @@ class Channel:
         self._loop.call_soon_threadsafe(self._loop.stop)
         if not self.is_current_thread:
             self._thread.join(timeout=2 * _FLUSH_SECONDS)
-        self._listeners.clear()
+        self._handlers.clear()
 
     def close_inherited_sockets(self) -> None:
         """Close a forked child's copies, so that other ranks notice its parent's death.
@@ -193,8 +195,8 @@ class Channel:
         connection.rank = rank
         with self.arrived:
             self.ended.pop(rank, None)
-            earlier = self._peers.get(rank)
-            self._peers[rank] = connection
+            earlier = self._of_rank.get(rank)
+            self._of_rank[rank] = connection
         if earlier is not None:
             earlier.close(CLOSED)
 
@@ -216,11 +218,12 @@ class Channel:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         # The peers close first: closing with unread data would discard sent messages.
-        peers = list(self._peers.values())
-        for connection in peers:
+        of_ranks = list(self._of_rank.values())
+        for connection in of_ranks:
             connection.close_in_order()
-        if peers:
-            await asyncio.wait([connection.lost for connection in peers], timeout=_FLUSH_SECONDS)
+        if of_ranks:
+            lost = [connection.lost for connection in of_ranks]
+            await asyncio.wait(lost, timeout=_FLUSH_SECONDS)
         for connection in list(self._connections):
             connection.close(CLOSED)
         await asyncio.sleep(0)  # in which the loop closes their sockets
@@ -257,7 +260,7 @@ class Channel:
     def _flush(self) -> None:
         while self._outgoing:
             line, ranks = self._outgoing[0]
-            for rank, connection in self._peers.items():
+            for rank, connection in self._of_rank.items():
                 if ranks is None or rank in ranks:
                     connection.send(line)
             self._outgoing.popleft()  # not before, because of `wait_until_sent`
@@ -278,25 +281,23 @@ class Channel:
 
     def _route(self, topic: str, body: Message) -> None:
         with self.arrived:
-            listener = self._listeners.get(topic)
-            if listener is None:
+            handler = self._handlers.get(topic)
+            if handler is None:
                 self._unclaimed.setdefault(topic, []).append(body)
                 return
         try:
-            listener(body)
+            handler(body)
         except Exception:
-            _logger.exception(
-                "the control channel continues after an error in a listener for %r", topic
-            )
+            _logger.exception("the control channel continues after an error about %r", topic)
 
     def _handle_lost(self, connection: Connection) -> None:
         self._connections.discard(connection)
         rank = connection.rank
-        if rank is None or self._peers.get(rank) is not connection:
+        if rank is None or self._of_rank.get(rank) is not connection:
             return
         reason = "" if connection.has_left else connection.close_reason
         with self.arrived:
-            del self._peers[rank]
+            del self._of_rank[rank]
             self.ended[rank] = reason
             on_closed = self._on_closed
             self.arrived.notify_all()

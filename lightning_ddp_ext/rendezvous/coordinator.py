@@ -35,6 +35,15 @@ _POLL = 0.25  # seconds between checks for conditions that end the wait without 
 class Coordinator:
     """Waits for all ranks to connect, and replies to late ones.
 
+    It listens and publishes its address as soon as it is made.
+
+    Args:
+        request: the Trainer's request.
+        endpoint: the way in which the other ranks find this process.
+        hello: this rank's description.
+        channel: an unused channel, which the caller closes after an error.
+        deadline: the end of ``init_timeout``.
+
     Raises:
         RendezvousError: this process cannot listen, or another process is rank 0.
     """
@@ -62,7 +71,7 @@ class Coordinator:
         listener, self._address = self._listen()
         with OpenedSockets() as self._store_sockets:
             self._store = _host_store(listener.getsockname()[0])
-        channel.listen("handshake", self._handle_message)
+        channel.on_message("handshake", self._handle_message)
         channel.accept(listener, self._admit)
         self._endpoint.publish(self._address)
 

@@ -13,14 +13,20 @@ from lightning_ddp_ext.threads import start_thread
 
 T = TypeVar("T")
 
+# In seconds: the pauses between two attempts, and how often ``bound`` checks.
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.25
 _CHECK_EVERY = 0.1
+# The seconds that ``bound`` leaves to C++ code to report its own timeout.
 _EXCEEDS_BY = 1.5
 
 
 class Deadline:
-    """A moment in the future, counted on the monotonic clock."""
+    """A moment in the future, counted on the monotonic clock.
+
+    Attributes:
+        seconds: the time from its creation to this moment.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

@@ -104,7 +104,7 @@ class Handshake:
         self._last_error = OSError("not tried")
         self._published: Address | None = None
         self._where = ""  # the latest address that accepted a connection, for messages
-        channel.listen("handshake", self._handle_message)
+        channel.on_message("handshake", self._handle_message)
 
     def connect(self) -> Connections:
         """Connect to rank 0, and wait until all ranks are connected.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 from lightning_ddp_ext.errors import ConfigurationError
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-INTERFACE_VARIABLES = (_NCCL_INTERFACE, _GLOO_INTERFACE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +114,26 @@ def variables_of(options: NCCLOptions | None, interface: str | None) -> dict[str
         return {**variables, _NCCL_INTERFACE: interface}
     name = interface.removeprefix("=")
     # NCCL takes a name without "=" for a prefix.
-    return {**variables, _NCCL_INTERFACE: f"={name}", _GLOO_INTERFACE: name}
+    return {**variables, _NCCL_INTERFACE: f"={name}", GLOO_INTERFACE: name}
 
 
 def _text_of(value: str | int | bool) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def check_variables(variables: dict[str, str]) -> None:
+    """Raise if the environment has a different value for one of the variables.
+
+    Raises:
+        ConfigurationError: the values differ; the message has both.
+    """
+    for name, value in variables.items():
+        exported = os.environ.get(name, value)
+        is_interface = name in (_NCCL_INTERFACE, GLOO_INTERFACE)
+        has_same_name = is_interface and f"={exported}" == value
+        if exported != value and not has_same_name:
+            argument = "interface" if is_interface else "nccl"
+            raise ConfigurationError(
+                f"{argument}= of the strategy sets {name}={value}, but the environment has "
+                f"{name}={exported}; remove one of them"
+            )

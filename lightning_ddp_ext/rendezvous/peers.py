@@ -129,7 +129,7 @@ class Peers:
 
     def start(self) -> None:
         """Handle events from now on, and those that have already arrived."""
-        self.channel.listen("event", self._handle_message)
+        self.channel.on_message("event", self._handle_message)
         self.channel.on_closed(self._on_closed)
 
     @property

@@ -28,8 +28,9 @@ from lightning_ddp_ext.rendezvous.coordinator import Coordinator
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake
 from lightning_ddp_ext.rendezvous.named_barrier import NamedBarriers
+from lightning_ddp_ext.rendezvous.nccl_options import check_variables
 from lightning_ddp_ext.rendezvous.peers import Peers, event_of
-from lightning_ddp_ext.rendezvous.process_group import ProcessGroups, check_variables
+from lightning_ddp_ext.rendezvous.process_group import ProcessGroups
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request
 from lightning_ddp_ext.rendezvous.runs import start_run
 from lightning_ddp_ext.threads import use_device
@@ -249,7 +250,7 @@ def join(request: Request) -> ProcessContext | None:
     if earlier is not None:
         request = earlier.adapted(request)
         if earlier.can_serve(request):
-            earlier.groups.set_timeout(request)
+            earlier.groups.serve(request)
             return earlier
         _warn_of_changed_variables(earlier.groups, request)
         leave()

@@ -14,16 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from lightning_ddp_ext.errors import ConfigurationError, RendezvousError
+from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections
-from lightning_ddp_ext.rendezvous.nccl_options import INTERFACE_VARIABLES
+from lightning_ddp_ext.rendezvous.nccl_options import GLOO_INTERFACE
 from lightning_ddp_ext.rendezvous.opened_sockets import OpenedSockets
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.sockets import interface_of
 from lightning_ddp_ext.threads import start_thread
 
-_INTERFACE = "GLOO_SOCKET_IFNAME"
 _ONLY_NCCL = ("nccl", "cuda:nccl")
 # torch's default timeouts for collectives.
 _NCCL_TIMEOUT = timedelta(minutes=10)
@@ -39,24 +38,6 @@ _ABORT_SECONDS = 5.0
 # that waited would count as dead. At our timeout a survey names the missing rank;
 # torch's timeout is later and only a fallback.
 _NCCL_SLACK = timedelta(minutes=1)
-
-
-def check_variables(variables: dict[str, str]) -> None:
-    """Raise if the environment has a different value for one of the variables.
-
-    Raises:
-        ConfigurationError: the values differ; the message has both.
-    """
-    for name, value in variables.items():
-        exported = os.environ.get(name, value)
-        is_interface = name in INTERFACE_VARIABLES
-        has_same_name = is_interface and f"={exported}" == value
-        if exported != value and not has_same_name:
-            argument = "interface" if is_interface else "nccl"
-            raise ConfigurationError(
-                f"{argument}= of the strategy sets {name}={value}, but the environment has "
-                f"{name}={exported}; remove one of them"
-            )
 
 
 class ProcessGroups:
@@ -194,8 +175,8 @@ class ProcessGroups:
         self._set_timeout(group)
         self.others[key] = group
 
-    def set_timeout(self, request: Request) -> None:
-        """Set a request's timeout for the collectives of all groups."""
+    def serve(self, request: Request) -> None:
+        """Use the groups for another Trainer's request, with its timeout."""
         self.request = request
         for group in (None, *self.others.values()):
             self._set_timeout(group)
@@ -220,9 +201,9 @@ class ProcessGroups:
         """
         # By default, gloo uses the network to which the host's name resolves.
         route = self._connections.route
-        interface = interface_of(route) if route and _INTERFACE not in os.environ else None
+        interface = interface_of(route) if route and GLOO_INTERFACE not in os.environ else None
         if interface is not None:
-            os.environ[_INTERFACE] = interface
+            os.environ[GLOO_INTERFACE] = interface
         self._is_forming = True
         try:
             with OpenedSockets() as sockets:
@@ -231,7 +212,7 @@ class ProcessGroups:
         finally:
             self._is_forming = False
             if interface is not None:
-                del os.environ[_INTERFACE]
+                del os.environ[GLOO_INTERFACE]
 
     def abort(self) -> None:
         """Unblock threads that wait for other ranks.

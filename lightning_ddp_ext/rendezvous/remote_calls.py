@@ -43,7 +43,7 @@ class RemoteCalls:
         self._numbers = itertools.count(1)
         # Replies are dropped once the caller has dropped the object that collects them.
         self._awaited: weakref.WeakValueDictionary[int, Replies] = weakref.WeakValueDictionary()
-        peers.channel.listen(topic, self._handle_message)
+        peers.channel.on_message(topic, self._handle_message)
 
     def call(self, ranks: Collection[int], function: str, *arguments: Any) -> Replies:
         """Call a function on ``ranks``, and return the replies, which arrive later.

@@ -201,7 +201,7 @@ def limit_collectives(seconds: float) -> None:
 
     context = current()
     assert context is not None
-    context.groups.set_timeout(replace(context.groups.request, timeout=timedelta(seconds=seconds)))
+    context.groups.serve(replace(context.groups.request, timeout=timedelta(seconds=seconds)))
 
 
 def backend(name: str) -> str:

@@ -234,7 +234,7 @@ def exit_after_a_barrier(rank: int, world_size: int, directory: Path) -> None:
         is_working.set()
         time.sleep(0.5)  # the work itself; the test waits for nothing meanwhile
 
-    channel.listen("work", work)
+    channel.on_message("work", work)
     is_working.wait()
     trainer.strategy.barrier("end")
     os._exit(0)

@@ -57,7 +57,7 @@ def test_a_rank_that_does_not_read_is_dropped(ends: Ends) -> None:
 def test_a_rank_that_leaves_is_reported_when_its_connection_closes(ends: Ends) -> None:
     """The announcement of an orderly exit is not reported as the exit itself."""
     is_announced = threading.Event()
-    ends.rank_zero.listen("after", lambda _: is_announced.set())
+    ends.rank_zero.on_message("after", lambda _: is_announced.set())
     ends.rank_one.sendall(encode("leaving", {}) + encode("after", {}))
     assert is_announced.wait(10.0)
     closed = queue.SimpleQueue[tuple[int, str]]()
