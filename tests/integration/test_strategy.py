@@ -87,7 +87,7 @@ def init_method_of_copy(strategy: Any) -> str:
 
 
 def test_the_world_is_known_and_the_strategy_can_be_pickled(tmp_path: Path) -> None:
-    """This holds as soon as the strategy has a Trainer, and after a run."""
+    """Both work as soon as the strategy has a Trainer, and after a run."""
     by_rank = training.on_ranks("ours", look_before_and_after_fit, tmp_path)
     for rank, seen in enumerate(by_rank):
         world = World(

@@ -4,7 +4,6 @@ import contextlib
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -104,18 +103,6 @@ def web(connection: socket.socket) -> None:
             b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
         )
         connection.shutdown(socket.SHUT_WR)
-
-
-def drip(connection: socket.socket) -> None:
-    """Send a byte now and then, and never a whole line."""
-
-    def send() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection.sendall(b"x")
-                time.sleep(0.1)
-
-    threading.Thread(target=send, daemon=True).start()
 
 
 def add_ones() -> float:

@@ -53,7 +53,10 @@ def form_groups_of_one(rank: int, world_size: int, where: Place) -> list[int]:
 
 
 def test_ranks_on_a_gpu_form_groups_of_some_ranks_over_gloo(tmp_path: Path) -> None:
-    """``SyncBatchNormConversion(process_group=1)`` and ``"node"`` need such groups."""
+    """Each rank has the group of itself, and cannot use the other rank's.
+
+    ``SyncBatchNormConversion(process_group=1)`` and ``"node"`` need such groups.
+    """
     sizes = run_ranks(form_groups_of_one, 2, place("file", tmp_path))
     assert sizes == [[1, -1], [-1, 1]]  # torch returns -1 to ranks outside of a group
 
@@ -68,7 +71,10 @@ def join_and_add_ones(rank: int, world_size: int, where: Place, **fields: Any) -
 
 
 def test_ranks_with_several_gpus_form_a_group_that_is_bound_to_none(tmp_path: Path) -> None:
-    """NCCL refuses tensors on other devices than the one to which a group is bound."""
+    """A rank's group is bound to its device only if it has just one.
+
+    NCCL refuses tensors on other devices than the one to which a group is bound.
+    """
     where = place("file", tmp_path)
     assert run_ranks(partial(join_and_add_ones, has_one_device=False), 2, where) == [2, 2]
     (with_one_device,) = launch_ranks(join_and_add_ones, 1, where)
@@ -96,7 +102,7 @@ def change_gpu(rank: int, world_size: int, where: Place) -> None:
 
 
 def test_a_trainer_on_another_gpu_gets_a_group_on_it(tmp_path: Path) -> None:
-    """NCCL would refuse a single rank's tensors in the group of the first Trainer."""
+    """A single rank gets a new group for another device, in which NCCL takes its tensors."""
     run_ranks(change_gpu, 1, place("file", tmp_path))
 
 

@@ -102,8 +102,9 @@ def test_ranks_of_a_second_run_are_refused_and_the_first_continues(
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_two_named_runs_at_one_address_do_not_mix(kind: str, tmp_path: Path) -> None:
-    """Two steps of a SLURM job get the same port: the run whose rank 0 listens first
-    starts, and refuses the ranks of the other one.
+    """The run whose rank 0 listens first starts, and refuses the ranks of the other one.
+
+    Two steps of a SLURM job get the same port.
     """
     where = place(kind, tmp_path)
     common = {"world_size": 2, "init_timeout": LONG}
@@ -142,8 +143,10 @@ def run_in_turn(seat: int, seats: int, where: Place) -> float:
 def test_ranks_of_the_next_script_wait_while_rank_0_ends_the_first_one(
     kind: str, tmp_path: Path
 ) -> None:
-    """``srun bash -c "python fit.py; python test.py"`` starts the second script on a
-    rank while the first one may still be running on rank 0.
+    """The next script's ranks connect once its own rank 0 listens.
+
+    ``srun bash -c "python fit.py; python test.py"`` starts the second script on a rank
+    while the first one may still be running on rank 0.
     """
     first_rank_0, first_rank_1, next_rank_0, next_rank_1 = range(4)
     with RankProcesses(run_in_turn, 4, place(kind, tmp_path)) as ranks:
@@ -217,7 +220,9 @@ def test_other_connections_do_not_disturb_a_start() -> None:
 def test_a_killed_runs_address_does_not_disturb_the_next_run(
     answer: Answer, tmp_path: Path
 ) -> None:
-    """This holds even if another program now listens at the address in the file."""
+    """The next run starts even if another program listens at the address in the file,
+    and removes the file at its end.
+    """
     path = tmp_path / "run"
     path.touch()  # as ``tempfile.mkstemp`` makes it
     with server(answer) as where:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_ddp_ext import NCCLOptions
 from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.rendezvous.nccl_options import variables_of
 from lightning_ddp_ext.rendezvous.process_context import leave
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
 from tests.harness.training import Net, backend, fit
@@ -178,15 +179,6 @@ def test_torch_leaves_errors_of_cuda_to_python(
     assert run_ranks(fit_over_gloo_and_nccl, 1, tmp_path, env=env) == [expected]
 
 
-def fit_without_docker(rank: int, world_size: int, directory: Path) -> dict[str, str]:
-    recorder = Recorder()
-    strategy = {"interface": "^docker0"}
-    fit("ours", directory, Net(), recorder, strategy=strategy, devices=1, fast_dev_run=1)
-    return recorder.variables
-
-
-def test_an_interface_is_excluded_for_nccl_only(tmp_path: Path) -> None:
+def test_an_interface_is_excluded_for_nccl_only() -> None:
     """``interface="^docker0"`` sets NCCL's variable, and not gloo's, which has no ``^``."""
-    env = {**by_hand_env(1), **NOT_EXPORTED}
-    expected = {"NCCL_SOCKET_IFNAME": "^docker0"}
-    assert run_ranks(fit_without_docker, 1, tmp_path, env=env) == [expected]
+    assert variables_of(None, "^docker0") == {"NCCL_SOCKET_IFNAME": "^docker0"}
