@@ -46,11 +46,9 @@ class RankDevicesStrategy(pl.strategies.DDPStrategy):
         per_rank = self.devices_per_rank
         unused = devices % per_rank
         if unused:
-            numbers = (devices - unused, devices - unused + per_rank)
-            choices = [str(number) for number in numbers if number > 0]
             raise ConfigurationError(
-                f"devices must be a multiple of devices_per_rank={per_rank} (got {devices}); choose"
-                f" {' or '.join(choices)} devices"
+                f"devices must be a multiple of devices_per_rank={per_rank} (got {devices}); write,"
+                f" for example, devices={devices - unused + per_rank}"
             )
         return devices // per_rank
 

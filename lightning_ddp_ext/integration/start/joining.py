@@ -196,10 +196,10 @@ def _make_endpoint(
     ================================  ===================================================
     ``file://``                       writes its address to the file
     ``tcp://``                        listens at the address
-    none, ranks that this package     writes its address to a file in the variable
-    started on one node               ``PRIVATE_FILE``
-    none or ``env://``, torchrun's    writes its address to the store of torchrun's
-    agent listens at ``MASTER_PORT``  agent
+    none or ``env://``: ranks that    writes its address to a file, which the variable
+    this package started on one node  ``PRIVATE_FILE`` names
+    none or ``env://``: torchrun      writes its address to torchrun's store
+    listens at ``MASTER_PORT``
     none or ``env://``                listens at the environment's address
     ================================  ===================================================
 
