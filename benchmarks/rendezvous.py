@@ -163,9 +163,7 @@ def cpu_seconds() -> float:
 def connect(rank: int, world_size: int, directory: Path) -> ProcessContext:
     """Measure the handshake alone, without a store and a process group."""
     wanted = request(rank, world_size, f"file://{directory}/rank-0")
-    context = ProcessContext(wanted, process_context.connect(wanted, Deadline(LIMIT)))
-    context.peers.start()
-    return context
+    return ProcessContext(wanted, process_context.connect(wanted, Deadline(LIMIT)))
 
 
 def handshake_barriers_and_a_death(world_size: int) -> Figures:

@@ -80,8 +80,8 @@ class Coordinator:
 
         Raises:
             MissingRanksError: some ranks did not connect in time.
-            RendezvousError: two processes claim one rank, settings or versions differ,
-                or a rank exited or gave up.
+            RendezvousError: two processes claim one rank, world sizes or versions differ,
+                or a rank exited.
         """
         withdraw = partial(self._endpoint.withdraw, self._address)
         try:

@@ -87,6 +87,8 @@ def event_of(kind: Kind, info: RankInfo, reason: str = "", traceback_text: str =
 class Peers:
     """The other ranks, and their failures and departures.
 
+    Events that arrived before this object was made are handled when it is made.
+
     Args:
         abort: called after the first failure, to unblock the main thread. For the other
             arguments, see the attributes.
@@ -121,16 +123,13 @@ class Peers:
         self.everyone = range(len(table))
         self.mine = table[rank]
         self.channel = channel
-        self.arrived = self.channel.arrived
+        self.arrived = channel.arrived
         self.timeouts = timeouts
         self._abort = abort
         self._departed: PeerEvent | None = None  # the first orderly departure
         self._forced_exit = ForcedExit("ddpx-exit")
-
-    def start(self) -> None:
-        """Handle events from now on, and those that have already arrived."""
-        self.channel.on_message("event", self._handle_message)
-        self.channel.on_closed(self._on_closed)
+        channel.on_message("event", self._handle_message)
+        channel.on_closed(self._on_closed)
 
     @property
     def cause_or_departure(self) -> PeerEvent | None:

@@ -269,7 +269,6 @@ def _open(request: Request) -> ProcessContext:
     at_exit(_exit_if_stuck)
     context = ProcessContext(request, connect(request, deadline))
     try:
-        context.peers.start()
         context.form_group(deadline)
     except BaseException as error:
         cause = _close_without_group(context, error)
