@@ -31,7 +31,7 @@ from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.sockets import listen, network_identity, own_addresses
 
-_LONGEST_ADDRESS = 1 << 16
+_LONGEST_ADDRESS = 1 << 16  # bytes of a file that may contain an address
 # The limit of one operation on an existing key of a store.
 STORE_OPERATION = timedelta(seconds=10)
 

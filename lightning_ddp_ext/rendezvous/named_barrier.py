@@ -23,7 +23,7 @@ from lightning_ddp_ext.rank_lists import activities_in_words, listed
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, Peers, event_of
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
 
-_LONGEST_TEXT = 500
+_LONGEST_TEXT = 500  # characters of each text in a call
 
 _MAKE_IT = (
     "make this call on every rank; if the ranks have different numbers of batches, use "

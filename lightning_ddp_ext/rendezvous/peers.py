@@ -28,7 +28,7 @@ _ERRORS: dict[Kind, type[RankFailedError]] = {
     "absent": RankAbsentError,
     "hung": RankHungError,
 }
-_LONGEST_TEXT = 1 << 15
+_LONGEST_TEXT = 1 << 15  # characters of a reason or a traceback, well below MAX_MESSAGE
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ _OTHER_TIMEOUT = timedelta(minutes=30)
 # minutes later. torch means to log only errors of CUDA, but negates the result of
 # std::string::find: see Watchdog::run in its ProcessGroupNCCL.cpp.
 _NCCL_DEFAULTS = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
-_ABORT_SECONDS = 5.0
+_ABORT_SECONDS = 5.0  # after which an abort of NCCL counts as stuck
 # After a timeout, torch's NCCL watchdog terminates the process from C++, so the rank
 # that waited would count as dead. At our timeout a survey names the missing rank;
 # torch's timeout is later and only a fallback.
