@@ -109,9 +109,9 @@ def test_generators_of_all_devices_of_a_rank_belong_to_its_training() -> None:
 
 
 @pytest.mark.lowest
-@pytest.mark.parametrize(("devices", "valid"), [(7, 8), (1, 2)])
+@pytest.mark.parametrize(("devices", "valid"), [(7, 6), (1, 2)])
 def test_devices_that_cannot_be_divided_are_refused(devices: int, valid: int) -> None:
-    """The error names the next valid number of devices."""
+    """The error names a valid number of devices."""
     message = rf"multiple of devices_per_rank=2 \(got {devices}\); write, .*devices={valid}"
     with pytest.raises(ConfigurationError, match=message):
         training.make_trainer(DDPExtStrategy(devices_per_rank=2), devices=devices)

@@ -48,7 +48,7 @@ class RankDevicesStrategy(pl.strategies.DDPStrategy):
         if unused:
             raise ConfigurationError(
                 f"devices must be a multiple of devices_per_rank={per_rank} (got {devices}); write,"
-                f" for example, devices={devices - unused + per_rank}"
+                f" for example, devices={max(devices - unused, per_rank)}"
             )
         return devices // per_rank
 
