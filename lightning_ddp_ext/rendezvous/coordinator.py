@@ -131,7 +131,7 @@ class Coordinator:
         rank = min(ended)
         return (
             f"{self._present[rank]} exited before all ranks had connected"
-            f" ({ended[rank] or 'it left'}); look at its output"
+            f" ({ended[rank]}); look at its output"
         )
 
     # Detection of another rank 0.
