@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -15,7 +15,7 @@ from lightning_ddp_ext.data.epochs import (
     samplers_set_by_lightning,
     set_epoch,
 )
-from lightning_ddp_ext.data.loader_properties import is_stateful, iterates_as_torch
+from lightning_ddp_ext.data.loader_properties import is_stateful
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.proxy import copy_attributes, iterable_of, show
 from lightning_ddp_ext.data.seeding import WorkerSeeding
@@ -99,17 +99,15 @@ class DistributedLoader:
             is_set = samplers_set_by_lightning(self.loader) if is_set_by_lightning else ()
             set_epoch(self.loader, epoch, except_for=is_set)
 
-    def workers_of(
-        self, epoch: int, *, rank: int, seeding: WorkerSeeding | None
-    ) -> AbstractContextManager[None]:
-        """Give an epoch to the workers of an iterator that is created in the block.
+    @contextmanager
+    def workers_of(self, epoch: int, *, rank: int, seeding: WorkerSeeding | None) -> Iterator[None]:
+        """Give the epoch and the drawn seed to workers of an iterator created in the block.
 
         For the arguments, see :func:`~lightning_ddp_ext.data.epochs.prepare_workers`.
         """
         prepare_workers(self.loader, epoch, rank=rank, seeding=seeding)
-        if not iterates_as_torch(self.loader):
-            return nullcontext()
-        return workers_seeded_by(self.loader, self.worker_seed.generator)
+        with workers_seeded_by(self.loader, self.worker_seed.generator):
+            yield
 
     def draw_seed(self) -> None:
         """Draw the seed of an iterator's workers when torch would, for when it starts."""
@@ -117,7 +115,6 @@ class DistributedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.on_iterator(self)
-        self.worker_seed.find_source()
         self.draw_seed()
         return LazyIterator(self)
 

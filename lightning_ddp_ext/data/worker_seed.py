@@ -1,4 +1,21 @@
-"""Draw the seed of a loader's workers when torch would, for an iterator that starts later."""
+"""Draw the seed of a loader's workers when torch would, for an iterator that starts later.
+
+Torch draws a seed for each iterator, except for one whose workers have persisted since
+an earlier iterator. :class:`SeededFor` is the state of workers that persist:
+
+====================================  ========================  =========================
+Event                                 From                      To
+====================================  ========================  =========================
+the resumed run had seeded them       any state                 ``RESUMED_RUN``
+an iterator is created: a seed is     ``NOTHING``               ``LATEST_ITERATOR``
+drawn
+an iterator is created: new workers   ``RESUMED_RUN``           ``EARLIER_ITERATOR``
+need a seed, but the generator stays
+as it is
+an iterator is created: nothing is    ``LATEST_ITERATOR`` or    ``EARLIER_ITERATOR``
+drawn                                 ``EARLIER_ITERATOR``
+====================================  ========================  =========================
+"""
 
 from __future__ import annotations
 
@@ -8,33 +25,32 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.data.loader_properties import iterates_as_torch
 
 
-class Seeds(torch.Generator):
-    """A generator of workers' seeds.
+class UnsentGenerator(torch.Generator):
+    """A generator of which another process gets a new one.
 
-    A spawned worker gets an empty one with the loader, if the user's objects refer to
-    the Trainer. Torch could not send the state of a generator.
+    A spawned worker gets it with the loader, if the user's objects refer to the
+    Trainer. Torch could not send its state.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Seeds, ()
+        return UnsentGenerator, ()
 
 
-class Seeded(Enum):
-    """When the persistent workers of a loader were seeded, which happens once.
+class SeededFor(Enum):
+    """What a loader's persistent workers were seeded for; see the module's table.
 
-    Workers that do not persist are always ``NEVER`` seeded, because each iterator has
-    new ones.
+    Workers that do not persist are always seeded for ``NOTHING``, because each iterator
+    has new ones.
     """
 
-    NEVER = auto()
-    IN_RESUMED_RUN = auto()  # New workers of this run get a seed, but nothing is drawn.
-    FOR_LATEST_ITERATOR = auto()
-    FOR_EARLIER_ITERATOR = auto()
+    NOTHING = auto()
+    RESUMED_RUN = auto()
+    LATEST_ITERATOR = auto()
+    EARLIER_ITERATOR = auto()
 
 
 class WorkerSeed:
@@ -50,29 +66,25 @@ class WorkerSeed:
     """
 
     def __init__(self, loader: Any) -> None:
-        self.generator = Seeds()
+        self.generator = UnsentGenerator()
         self._loader = loader
-        self._seeded = Seeded.NEVER
-        self.find_source()
-
-    def find_source(self) -> None:
-        """Find the generator from which torch draws, before another one replaces it."""
-        # ``None`` stands for torch's global generator.
-        self._source: torch.Generator | None = getattr(self._loader, "generator", None)
+        # Where torch would draw the seed; ``None`` stands for its global generator.
+        self._source: torch.Generator | None = None
+        self._seeded_for = SeededFor.NOTHING
 
     def mark_seeded_in_resumed_run(self) -> None:
         """Record that the run that is resumed had seeded workers, if they persist."""
         if getattr(self._loader, "persistent_workers", False):
-            self._seeded = Seeded.IN_RESUMED_RUN
+            self._seeded_for = SeededFor.RESUMED_RUN
 
     def was_seeded(self, *, before_latest: bool) -> bool:
         """Whether workers persist and have been seeded.
 
         With ``before_latest``, only if that was before the latest iterator.
         """
-        if before_latest and self._seeded is Seeded.FOR_LATEST_ITERATOR:
+        if before_latest and self._seeded_for is SeededFor.LATEST_ITERATOR:
             return False
-        return self._seeded is not Seeded.NEVER
+        return self._seeded_for is not SeededFor.NOTHING
 
     def draw(self, *, was_drawn: bool) -> None:
         """Draw the seed of a new iterator, unless its workers have been seeded.
@@ -81,52 +93,55 @@ class WorkerSeed:
             was_drawn: whether the run that is resumed had drawn it. The generator from
                 which it is drawn then stays as it is.
         """
-        if self._seeded in (Seeded.NEVER, Seeded.IN_RESUMED_RUN):
-            self._draw(was_drawn=was_drawn or self._seeded is Seeded.IN_RESUMED_RUN)
-        else:
-            self._seeded = Seeded.FOR_EARLIER_ITERATOR
+        if not _draws_seed_on_cpu(self._loader):
+            return
+        if self._loader.generator is not self.generator:  # as it is in `workers_seeded_by`
+            self._source = self._loader.generator
+        is_first = self._seeded_for is SeededFor.NOTHING
+        if is_first or self._seeded_for is SeededFor.RESUMED_RUN:
+            self._take_seed(advance=is_first and not was_drawn)
+        if self._loader.persistent_workers:
+            self._seeded_for = SeededFor.LATEST_ITERATOR if is_first else SeededFor.EARLIER_ITERATOR
 
     def repeat_global_draw(self) -> None:
         """Draw the latest iterator's seed again, if it came from torch's global generator.
 
         Call this after the state of that generator was restored.
         """
-        has_drawn = self._seeded is not Seeded.FOR_EARLIER_ITERATOR
-        if self._source is None and has_drawn:
-            self._draw(was_drawn=False)
+        has_drawn = self._seeded_for is not SeededFor.EARLIER_ITERATOR
+        if has_drawn and self._source is None and _draws_seed_on_cpu(self._loader):
+            self._take_seed(advance=True)
 
-    def _draw(self, *, was_drawn: bool) -> None:
-        if not (iterates_as_torch(self._loader) and _draws_on_cpu(self._source)):
-            return
+    def _take_seed(self, *, advance: bool) -> None:
+        """Let ``generator`` draw the next seed of the source, and advance the source."""
         source = self._source or torch.default_generator
         self.generator.set_state(source.get_state())
-        if not was_drawn:
+        if advance:
             torch.empty((), dtype=torch.int64).random_(generator=source)
-        if not self._loader.persistent_workers:
-            return
-        if self._seeded is Seeded.NEVER:
-            self._seeded = Seeded.FOR_LATEST_ITERATOR
-        elif self._seeded is Seeded.IN_RESUMED_RUN:
-            self._seeded = Seeded.FOR_EARLIER_ITERATOR
 
 
 @contextmanager
-def workers_seeded_by(loader: DataLoader[Any], generator: torch.Generator) -> Iterator[None]:
-    """Make an iterator of a ``DataLoader`` draw its workers' seed from a generator.
+def workers_seeded_by(loader: Any, generator: torch.Generator) -> Iterator[None]:
+    """Make an iterator of a loader draw its workers' seed from a generator.
 
-    The iterator is created in the block. Otherwise torch draws the seed from the
-    loader's generator or the global one; so it does here if it draws on a GPU.
+    The iterator is created in the block. Nothing changes for a loader that draws no
+    seed, or draws it on a GPU.
     """
+    if not _draws_seed_on_cpu(loader):
+        yield
+        return
     users_generator = loader.generator
-    if _draws_on_cpu(users_generator):
-        loader.generator = generator
+    loader.generator = generator
     try:
         yield
     finally:
         loader.generator = users_generator
 
 
-def _draws_on_cpu(generator: torch.Generator | None) -> bool:
-    """Whether torch draws workers' seeds on the CPU, for a loader with this generator."""
+def _draws_seed_on_cpu(loader: Any) -> bool:
+    """Whether a loader's iterator draws a seed as torch does, and on the CPU."""
+    if not iterates_as_torch(loader):
+        return False
+    generator = loader.generator
     has_cpu_generator = generator is None or generator.device.type == "cpu"
     return has_cpu_generator and torch.get_default_device().type == "cpu"
