@@ -50,13 +50,13 @@ class EvenBatches:
         self._sampler = sampler
         self._separates_last = separates_last
         self._is_batched = batch_sampler is not sampler
-        # Without the samples that are left over when all ranks have equally many.
-        self._unfilled_sampler = copy_attributes(sampler)
-        self._unfilled_sampler.uneven = "drop"
-        self._unfilled_batches: Any = self._unfilled_sampler
+        # These read what is left of the samples if each rank has equally many.
+        self._common_sampler = copy_attributes(sampler)
+        self._common_sampler.uneven = "drop"
+        self._common_batches: Any = self._common_sampler
         if self._is_batched:
-            self._unfilled_batches = copy_attributes(batch_sampler)
-            self._unfilled_batches.sampler = self._unfilled_sampler
+            self._common_batches = copy_attributes(batch_sampler)
+            self._common_batches.sampler = self._common_sampler
 
     @property
     def samples(self) -> int:
@@ -64,7 +64,7 @@ class EvenBatches:
         return self._sampler.length
 
     @property
-    def filling_ranks(self) -> tuple[int, ...]:
+    def repeating_ranks(self) -> tuple[int, ...]:
         """The ranks whose last sample is a repeated one."""
         world_size = self._sampler.num_replicas
         left_over = self._sampler.length % world_size
@@ -79,31 +79,30 @@ class EvenBatches:
             return True
         if type(self._batches) is BatchSampler and not self._batches.drop_last:
             return True
-        with preserve_random_state(generators_of(*samplers_below(self._unfilled_batches))):
-            return sum(map(len, self._unfilled_batches)) == len(self._unfilled_sampler)
+        with preserve_random_state(generators_of(*samplers_below(self._common_batches))):
+            return sum(map(len, self._common_batches)) == len(self._common_sampler)
 
     def _separates_now(self) -> bool:
-        return bool(self.filling_ranks) and self._separates_last()
+        return bool(self.repeating_ranks) and self._separates_last()
 
     def draw(self) -> Iterator[tuple[Any, tuple[int, ...]]]:
         """Yield the indices of each batch, and the ranks that repeat a sample in it."""
         if not self._separates_now():
             yield from ((batch, ()) for batch in self._batches)
             return
-        self._unfilled_sampler.resume_at(self._sampler.epoch, 0)
         # The last sample must be of the same order, and each draw may give another one.
-        self._unfilled_sampler.drawn_order = order = self._sampler.compute_order()
-        items = 0
-        for batch in self._unfilled_batches:
-            items += len(batch) if self._is_batched else 1
-            yield batch, ()
-        # A batch sampler that reads another object than its attribute ``sampler`` has
-        # yielded the last samples too.
-        if items == len(self._unfilled_sampler):
-            last = self._last_item(order)
-            yield [last] if self._is_batched else last, self.filling_ranks
+        order = self._sampler.compute_order()
+        self._common_sampler.resume_at(self._sampler.epoch, 0)
+        self._common_sampler.drawn_order = order
+        yield from ((batch, ()) for batch in self._common_batches)
+        last = self._last_item(order)
+        yield [last] if self._is_batched else last, self.repeating_ranks
 
     def _last_item(self, order: Order) -> Any:
+        """Return the item that this rank reads last if all ranks read equally many.
+
+        On the repeating ranks, it is one of the first items of the order.
+        """
         padded = replace(self._sampler.shard(0), uneven="pad")
         (item,) = order(padded.positions(len(padded) - 1, len(padded))).tolist()
         return item
@@ -113,5 +112,5 @@ class EvenBatches:
 
     def __len__(self) -> int:
         if self._separates_now():
-            return len(self._unfilled_batches) + 1
+            return len(self._common_batches) + 1
         return len(self._batches)
