@@ -23,7 +23,6 @@ T = TypeVar("T")
 
 _VALUES = 32  # sampled in a batch
 _ELEMENTS = 128  # about as many are sampled in a tensor, at most twice as many
-_LISTED = 1 << 14  # indices per checksum, so that their bytes stay in the cache
 _STABLE_FORMAT = 2  # of `marshal`; newer ones depend on which objects are identical
 
 
@@ -86,14 +85,6 @@ def checksum_of_batch(batch: Any, previous: int) -> int:
     for value in islice(values_of(batch), _VALUES):
         previous = zlib.crc32(_content_of(value), previous)
     return previous
-
-
-def fingerprint_of_list(items: list[Any]) -> int:
-    """Return the fingerprint of a list of indices."""
-    fingerprint = 0
-    for first in range(0, len(items), _LISTED):
-        fingerprint = checksum_of_indices(items[first : first + _LISTED], fingerprint)
-    return fingerprint
 
 
 def _content_of(value: Any) -> bytes:

@@ -18,11 +18,8 @@ STATE_VERSION = 1
 
 _EPOCH_REMEDY = "count epochs from 0"
 
-# indices per computation: few at first, so that the first one is yielded soon
-FIRST_BLOCK = 256
-BLOCK = 1 << 14
-# indices per conversion to Python: few enough that their memory stays in the cache
-CHUNK = 1 << 10
+# Indices per computation: few enough that the first one is yielded soon.
+BLOCK = 1 << 12
 
 Order = Callable[[NDArray[np.int64]], NDArray[Any]]  # from positions to their items
 
@@ -77,15 +74,18 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         raise NotImplementedError
 
     def compute_order(self) -> Order:
-        """Return a function from global positions to their items in the current epoch."""
+        """Return a function from global positions to their items in the current epoch.
+
+        Each call may draw another order.
+        """
         raise NotImplementedError
 
-    def draw_order(self) -> tuple[Order | None, int | None]:
-        """Draw the current epoch's order, and return it with the fingerprint of its items.
+    def fingerprint_of(self, order: Order) -> int:
+        """Return the fingerprint of an order that was drawn.
 
-        Both are ``None`` if seed and epoch determine the order.
+        It is 0 if the length, seed and epoch determine the order.
         """
-        return None, None
+        return 0
 
     def _set_wrapped_epoch(self) -> None:
         """Set the epoch of wrapped objects, if the subclass has any."""
@@ -135,13 +135,8 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         shard = self.shard(self._position)
         order = self.drawn_order or self.compute_order()
         self.drawn_order = None
-        begin = 0
-        while begin < len(shard):
-            end = begin + (BLOCK if begin else FIRST_BLOCK)
-            items = order(shard.positions(begin, end))
-            for first in range(0, len(items), CHUNK):
-                yield items[first : first + CHUNK].tolist()
-            begin = end
+        for begin in range(0, len(shard), BLOCK):
+            yield order(shard.positions(begin, begin + BLOCK)).tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order is read; a new epoch is read from its beginning.

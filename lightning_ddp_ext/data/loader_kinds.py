@@ -10,10 +10,9 @@ see ``position``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import (
@@ -29,7 +28,11 @@ from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.fingerprints import Trace, checksum_of_indices
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.loader_properties import index_sampler_of, is_stateful, length_or_inf
-from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition
+from lightning_ddp_ext.data.position import (
+    IteratorStart,
+    LoaderPosition,
+    LoaderState,
+)
 from lightning_ddp_ext.data.resampled import make_permanent
 from lightning_ddp_ext.data.seeding import mix
 from lightning_ddp_ext.data.shortest import AHEAD
@@ -37,8 +40,6 @@ from lightning_ddp_ext.data.worker_seed import workers_seeded_by
 
 # Not a fingerprint: after batches of different sizes, the position is unknown.
 _UNKNOWN_ORDER = -1
-# Without a saved state of this rank, Lightning has loaded rank 0's or none.
-_NOTHING_SAVED: dict[str, Any] = {"state": None, "dropped": 0, "drawn": None}
 # torch's samplers that draw their order.
 DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -101,25 +102,10 @@ def _start_within_epoch(position: LoaderPosition) -> Iterator[Any]:
         return iter(position.loader)
 
 
-@dataclass
-class OrderStart(IteratorStart):
-    """Where an iterator over one of our samplers started.
-
-    Args:
-        order_fingerprint: that of the epoch's order, if seed and epoch do not determine
-            it.
-        batch_size: the batch size when the iterator started; ``None`` before.
-    """
-
-    order_fingerprint: int | None = None
-    batch_size: int | None = None
-
-
-class OrderPosition(LoaderPosition[OrderStart]):
+class OrderPosition(LoaderPosition):
     """Global position in a loader with one of our samplers, for any number of ranks."""
 
     kind = "order"
-    start_class = OrderStart
 
     def __init__(self, loader: Any, **options: Any) -> None:
         super().__init__(loader, **options)
@@ -135,28 +121,29 @@ class OrderPosition(LoaderPosition[OrderStart]):
         return 1 if self._batch_sampler is None else int(self._batch_sampler.batch_size)
 
     @override
-    def _begin(self, start: OrderStart) -> Iterator[Any]:
+    def _begin(self, start: IteratorStart) -> Iterator[Any]:
         return self._redraw(start)()
 
     @override
-    def _redraw(self, start: OrderStart) -> Callable[[], Iterator[Any]]:
+    def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
         self._sampler.set_epoch(self.epoch)
-        order, start.order_fingerprint = self._sampler.draw_order()
+        order = self._sampler.compute_order()
+        start.trace = Trace(earlier=self._sampler.fingerprint_of(order))
         start.batch_size = self._batch_size
         return partial(self._read_from, start.position, order)
 
-    def _read_from(self, position: int, order: Order | None) -> Iterator[Any]:
+    def _read_from(self, position: int, order: Order) -> Iterator[Any]:
         self._sampler.resume_at(self.epoch, position)
         self._sampler.drawn_order = order
         return _start_within_epoch(self) if position else iter(self.loader)
 
     @override
-    def _drawn_by(self, start: OrderStart, position: int) -> int | None:
+    def _drawn_by(self, start: IteratorStart, position: int) -> int | None:
         has_same_batch_size = start.batch_size in (None, self._batch_size)
-        return start.order_fingerprint if has_same_batch_size else _UNKNOWN_ORDER
+        return super()._drawn_by(start, position) if has_same_batch_size else _UNKNOWN_ORDER
 
     @override
-    def _position(self, start: OrderStart, batches: int) -> int:
+    def _position(self, start: IteratorStart, batches: int) -> int:
         batch_size = start.batch_size or self._batch_size
         return self._sampler.shard(start.position).position_after(batches * batch_size)
 
@@ -176,7 +163,7 @@ class OrderPosition(LoaderPosition[OrderStart]):
         return {"loader": self.kind, **self._sampler.identity()}
 
 
-class IndexPosition(LoaderPosition[IteratorStart]):
+class IndexPosition(LoaderPosition):
     """Position in a loader with another sampler that has a length.
 
     Indices are skipped without reading samples.
@@ -207,7 +194,6 @@ class IndexPosition(LoaderPosition[IteratorStart]):
     @override
     def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
         self._restore(start.random_states)
-        start.trace = self._trace()
         indices = self._draw(start)
         self._drop(indices, start.position)
         return partial(self._read_rest, self._draw_ahead(start, indices))
@@ -217,33 +203,7 @@ class IndexPosition(LoaderPosition[IteratorStart]):
         return _start_within_epoch(self)
 
 
-class LoaderState(NamedTuple):
-    """A state that a loader returned.
-
-    Args:
-        batches: the number of batches that its iterator had drawn; negative before the
-            position at which the iterator started.
-        content: the state; ``None`` for the beginning.
-        fingerprint: the fingerprint of the batches drawn, if known.
-    """
-
-    batches: int
-    content: Any
-    fingerprint: int | None
-
-
-@dataclass
-class StateStart(IteratorStart):
-    """Where an iterator of a loader with a state started.
-
-    Args:
-        loader_states: the loader's states that a checkpoint may need.
-    """
-
-    loader_states: list[LoaderState] = field(default_factory=list)
-
-
-class StatePosition(LoaderPosition[StateStart]):
+class StatePosition(LoaderPosition):
     """Position in a loader with a state, which each save reads.
 
     By then the loader may have drawn more batches than training has used. A checkpoint
@@ -252,13 +212,12 @@ class StatePosition(LoaderPosition[StateStart]):
     """
 
     kind = "state"
-    start_class = StateStart
     is_by_rank = True
-    # Number of batches drawn from the newest iterator; ``None`` after its end.
+    # The number of batches drawn from the newest iterator; ``None`` after its end.
     _batches_drawn: int | None = None
-    # The newest iterator, if it continues from a restored state.
+    # The iterator that continues from a restored state, until another one starts.
     _restored: Iterator[Any] | None = None
-    # Number of batches that it yields.
+    # The number of batches that ``_restored`` yields.
     _batches_left = inf
 
     @override
@@ -267,8 +226,7 @@ class StatePosition(LoaderPosition[StateStart]):
         # After their end, some loaders return the state of a new beginning.
         if self._starts and self._batches_drawn is not None:
             self._record_loader_state(self._starts[-1], self._batches_drawn)
-        earlier = [state for state in start.loader_states if state.batches <= batches]
-        last = earlier[-1] if earlier else LoaderState(-start.position, None, 0)
+        last = [state for state in start.loader_states if state.batches <= batches][-1]
         # No later checkpoint needs an older state.
         start.loader_states = [
             state for state in start.loader_states if state.batches >= last.batches
@@ -280,12 +238,12 @@ class StatePosition(LoaderPosition[StateStart]):
         }
         return {**super().state_dict(done, given_when_recorded), "own": saved_state}
 
-    def _record_loader_state(self, start: StateStart, batches: int) -> None:
+    def _record_loader_state(self, start: IteratorStart, batches: int) -> None:
         fingerprint = start.trace.fingerprint_after(start.position + batches)
         start.loader_states.append(LoaderState(batches, self.loader.state_dict(), fingerprint))
 
     @override
-    def _begin(self, start: StateStart) -> Iterator[Any]:
+    def _begin(self, start: IteratorStart) -> Iterator[Any]:
         if self._restored is not None and self._batches_drawn == self._batches_left:
             # Some loaders, such as litdata's, forget a restored state only at the end.
             next(self._restored, None)
@@ -294,19 +252,21 @@ class StatePosition(LoaderPosition[StateStart]):
         return self._count_drawn(super()._begin(start))
 
     @override
-    def _redraw(self, start: StateStart) -> Callable[[], Iterator[Any]]:
-        saved = start.saved_state or _NOTHING_SAVED
-        loader_state = saved["state"]
-        dropped = saved["dropped"]
-        start.trace = Trace(self._remembered + AHEAD, start.position - dropped, saved["drawn"] or 0)
-        if loader_state is None:
+    def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
+        saved = start.saved_state
+        if saved is not None:
+            state = LoaderState(-saved["dropped"], saved["state"], saved["drawn"])
+            start.loader_states = [state]
+        (state,) = start.loader_states
+        drawn_before = start.position + state.batches
+        start.trace = Trace(self._remembered + AHEAD, drawn_before, state.fingerprint or 0)
+        if state.content is None:
             rewind(self.loader)
         else:
-            start.loader_states = [LoaderState(-dropped, loader_state, saved["drawn"])]
             start.random_states = []
-            self.loader.load_state_dict(loader_state)
-        batches = self._count_drawn(self._read_again(start, dropped))
-        if loader_state is not None:
+            self.loader.load_state_dict(state.content)
+        batches = self._count_drawn(self._read_again(start, -state.batches))
+        if state.content is not None:
             self._restored = batches
             self._batches_left = length_or_inf(self.loader) - start.position
         rest = self._draw_ahead(start, batches)

@@ -18,9 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
-from typing import Any, ClassVar, Generic
-
-from typing_extensions import TypeVar
+from typing import Any, NamedTuple
 
 from lightning_ddp_ext.data.epochs import all_below
 from lightning_ddp_ext.data.fingerprints import Trace, checksum_of_batch
@@ -43,6 +41,24 @@ FROM_THE_EPOCHS_START = (
 )
 
 
+class LoaderState(NamedTuple):
+    """A state that a loader returned.
+
+    Attributes:
+        batches: the number of batches that its iterator had drawn; negative before the
+            position at which the iterator started.
+        content: the state; ``None`` for the beginning of the epoch.
+        fingerprint: the fingerprint of the batches drawn; ``None`` if unknown.
+    """
+
+    batches: int
+    content: Any
+    fingerprint: int | None
+
+
+_EPOCH_BEGINNING = LoaderState(batches=0, content=None, fingerprint=0)
+
+
 @dataclass
 class IteratorStart:
     """Where an iterator of a loader started.
@@ -60,6 +76,9 @@ class IteratorStart:
             second one before the first batch.
         saved_state: what the position's class added to ``state_dict`` in the saving run.
         trace: the fingerprints of what was drawn.
+        batch_size: the batch size then, if the position counts samples; ``None`` before
+            the order is drawn.
+        loader_states: the states of a loader with a state that a checkpoint may need.
     """
 
     number: int = 0
@@ -69,13 +88,14 @@ class IteratorStart:
     random_states: list[Any] = field(default_factory=list)
     saved_state: Any = None
     trace: Trace = field(default_factory=Trace)
+    batch_size: int | None = None
+    loader_states: list[LoaderState] = field(default_factory=lambda: [_EPOCH_BEGINNING])
 
 
-StartT = TypeVar("StartT", bound=IteratorStart, default=Any)
 DrawSeed = Callable[[], object]
 
 
-class LoaderPosition(Generic[StartT]):
+class LoaderPosition:
     """The Trainer's position in one training loader, which may be any iterable.
 
     In this class, the position is a number of batches, which a resuming run reads
@@ -98,8 +118,6 @@ class LoaderPosition(Generic[StartT]):
     """
 
     kind = "batches"
-    start_class: ClassVar[type[Any]] = IteratorStart
-    """The class of ``StartT``."""
     taken_ahead = 0
     """The number of batches that are taken from an iterator before they are given."""
     prefetched = 0
@@ -119,7 +137,7 @@ class LoaderPosition(Generic[StartT]):
         self.generators = generators_of(*all_below(loader), collator)
         self.on_progress: Callable[[], object] = lambda: None
         self._remembered = remembered
-        self._starts: deque[StartT] = deque(maxlen=remembered)
+        self._starts: deque[IteratorStart] = deque(maxlen=remembered)
         # Functions that start the next iterators of a resumed epoch; later ones start at the
         # beginning. With `max_size_cycle`, a short loader starts again whenever it ends, and
         # Lightning ends the epoch when every loader has reached its end. If this loader had
@@ -159,13 +177,14 @@ class LoaderPosition(Generic[StartT]):
             # It cannot be read again, and the part that was read before is unknown.
             return False
         self.batches_given = done
-        start: StartT = self.start_class(
+        start = IteratorStart(
             number=state["number"],
             batches_before=done,
             position=state["at"],
             ahead=state["ahead"],
             random_states=state["random"] or [],
             saved_state=state.get("own"),
+            trace=self._trace(),
         )
         self._starts.append(start)
         with preserve_random_state(self.generators):
@@ -208,7 +227,7 @@ class LoaderPosition(Generic[StartT]):
 
     def _start_at_beginning(self) -> Iterator[Any]:
         number = self._starts[-1].number + 1 if self._starts else 0
-        start: StartT = self.start_class(number, self.batches_given, trace=self._trace())
+        start = IteratorStart(number, self.batches_given, trace=self._trace())
         self._starts.append(start)
         return self._begin(start)
 
@@ -260,13 +279,13 @@ class LoaderPosition(Generic[StartT]):
             "random": start.random_states,
         }
 
-    def _start_before(self, done: int) -> tuple[StartT, int]:
+    def _start_before(self, done: int) -> tuple[IteratorStart, int]:
         """Find the iterator that gave the ``done``-th batch, or the last one given.
 
         Return its start, and how many batches it gave up to that batch.
         """
         if not self._starts:
-            return self.start_class(), 0
+            return IteratorStart(), 0
         earlier = [start for start in self._starts if start.batches_before < done]
         start = earlier[-1] if earlier else self._starts[0]
         return start, max(0, min(done, self.batches_given) - start.batches_before)
@@ -301,30 +320,28 @@ class LoaderPosition(Generic[StartT]):
 
     # The way to read, which subclasses override.
 
-    def _begin(self, start: StartT) -> Iterator[Any]:
+    def _begin(self, start: IteratorStart) -> Iterator[Any]:
         """Create an iterator over all data, and record its random states."""
         self._record(start)
         return self._record_first(start, iter(self.loader))
 
-    def _redraw(self, start: StartT) -> Callable[[], Iterator[Any]]:
+    def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
         """Draw the items before ``start`` again, and return a function for the rest.
 
         The function starts the rest of the iterator. The caller restores the random
         state.
         """
-        start.trace = self._trace()
         batches = self._draw_ahead(start, self._read_again(start, start.position))
         return lambda: batches
 
-    def _position(self, start: StartT, batches: int) -> int:
+    def _position(self, start: IteratorStart, batches: int) -> int:
         """Return the position that an iterator reaches after a number of batches."""
         return start.position + batches
 
-    def _drawn_by(self, start: StartT, position: int) -> int | None:
+    def _drawn_by(self, start: IteratorStart, position: int) -> int | None:
         """Return the fingerprint of the items that an iterator drew.
 
-        It covers all items up to a position, and is ``None`` if it is unknown or the
-        order needs no comparison.
+        It covers all items up to a position, and is ``None`` if it is unknown.
         """
         return start.trace.fingerprint_after(position)
 
@@ -344,7 +361,7 @@ class LoaderPosition(Generic[StartT]):
 
     # Helpers.
 
-    def _record_first(self, start: StartT, batches: Iterator[Any]) -> Iterator[Any]:
+    def _record_first(self, start: IteratorStart, batches: Iterator[Any]) -> Iterator[Any]:
         # An __iter__ that is a generator function only draws for its first item.
         self._record(start)
         yield from start.trace.follow(batches, checksum_of_batch)
@@ -352,7 +369,7 @@ class LoaderPosition(Generic[StartT]):
     def _trace(self) -> Trace:
         return Trace(self._remembered + AHEAD + self.prefetched)
 
-    def _read_again(self, start: StartT, dropped: int) -> Iterator[Any]:
+    def _read_again(self, start: IteratorStart, dropped: int) -> Iterator[Any]:
         """Repeat an iterator of the saving run, and drop its first batches.
 
         It draws the same random numbers.
@@ -366,15 +383,14 @@ class LoaderPosition(Generic[StartT]):
         self._drop(batches, dropped)
         return batches
 
-    def _draw_ahead(self, start: StartT, items: Iterator[Any]) -> Iterator[Any]:
-        """Draw what the saving run had drawn ahead, and return it with the rest.
+    def _draw_ahead(self, start: IteratorStart, items: Iterator[Any]) -> Iterator[Any]:
+        """Draw the items that the saving run had drawn ahead, and return them with the rest.
 
-        The rest was not drawn before the random states were saved. An iterator may also
-        draw random numbers at its end.
+        The saving run recorded its random states before it drew the rest.
         """
         return chain(list(islice(items, start.ahead)), items)
 
-    def _record(self, start: StartT) -> None:
+    def _record(self, start: IteratorStart) -> None:
         start.random_states.append(record_random_state(self.generators))
 
     def _restore(self, recorded: Sequence[Any]) -> None:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext.arguments import length_of
 from lightning_ddp_ext.data.epochs import has_set_epoch, samplers_below
-from lightning_ddp_ext.data.fingerprints import fingerprint_of_list
+from lightning_ddp_ext.data.fingerprints import checksum_of_indices
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.loader_properties import identity_of
 from lightning_ddp_ext.data.partition import Uneven
@@ -211,16 +211,12 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
                 sampler.set_epoch(self.epoch)
 
     @override
-    def draw_order(self) -> tuple[Order | None, int | None]:
-        items = self._draw_items()
-        return items.__getitem__, fingerprint_of_list(items.tolist())
-
-    @override
     def compute_order(self) -> Order:
-        return self._draw_items().__getitem__
+        """Draw the items of all ranks, and return a function from positions to items.
 
-    def _draw_items(self) -> NDArray[Any]:
-        """Draw the items of all ranks."""
+        Raises:
+            ConfigurationError: fewer items are drawn than the length.
+        """
         length = self.length
         with seeded(mix(self.seed, self.epoch), *samplers_below(self.dataset)):
             # A batch sampler may reuse one list or array.
@@ -231,7 +227,11 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
                 f"{self._field} must yield at least len({self._field}) = {length} items (got"
                 f" {len(drawn)}); correct {type(self.dataset).__name__}.__len__"
             )
-        return drawn
+        return drawn.__getitem__
+
+    @override
+    def fingerprint_of(self, order: Order) -> int:
+        return checksum_of_indices(order(np.arange(self.length)).tolist(), previous=0)
 
 
 class SharedSampler(DistributedBatchSamplerWrapper):
