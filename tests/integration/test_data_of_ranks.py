@@ -58,22 +58,19 @@ class Difference(NamedTuple):
 
     Attributes:
         make: returns a rank's loader.
-        strategy: options of the strategy.
-        is_divided: whether the strategy divides the samples.
+        options: of the training, see ``train``.
         message: the end of the error.
     """
 
     make: Callable[[int], DataLoader[Any]]
-    strategy: dict[str, Any]
-    is_divided: bool
+    options: dict[str, Any]
     message: str
 
 
 DIFFERENCES = {
     "lengths": Difference(
         other_lengths,
-        strategy={},
-        is_divided=False,
+        options={},
         message=(
             "the ranks have different numbers of training batches (3 on rank 0, 4 on rank 1), so"
             " some ranks would wait forever after 3 batches; pass"
@@ -83,8 +80,7 @@ DIFFERENCES = {
     ),
     "a stream on one rank": Difference(
         no_length_on_rank_zero,
-        strategy=STOP,
-        is_divided=False,
+        options={"strategy": STOP},
         message=(
             "training loader DataLoader must have a length on every rank or on none, or training"
             " would hang (lengths by rank: (inf, 3); inf means no length); define __len__ on every"
@@ -93,8 +89,7 @@ DIFFERENCES = {
     ),
     "datasets": Difference(
         part_of_nine,
-        strategy={},
-        is_divided=True,
+        options={"use_distributed_sampler": True},
         message=(
             "the ranks cannot share out the samples of Subset, because the length differs (5 on"
             " rank 0, 4 on rank 1); create the same dataset and sampler on every rank, or pass"
@@ -103,8 +98,7 @@ DIFFERENCES = {
     ),
     "a sampler on one rank": Difference(
         sampler_on_rank_one,
-        strategy={},
-        is_divided=True,
+        options={"use_distributed_sampler": True},
         # Each rank names its own dataset before this.
         message=(
             ", because the kind differs (None on rank 0, scalable on rank 1); create the same"
@@ -118,9 +112,8 @@ DIFFERENCES = {
 def refuse(rank: int, world_size: int, directory: Path, name: str) -> str:
     """Return the error."""
     difference = DIFFERENCES[name]
-    loader = difference.make(rank)
     with pytest.raises(SamplingError) as refused:
-        train(directory, loader, difference.strategy, use_distributed_sampler=difference.is_divided)
+        train(directory, difference.make(rank), **difference.options)
     return str(refused.value)
 
 
