@@ -75,9 +75,8 @@ class EvenBatches:
 
         Some batch samplers drop items or read another sampler.
         """
-        if not self._is_batched:
-            return True
-        if type(self._batches) is BatchSampler and not self._batches.drop_last:
+        is_torchs = type(self._batches) is BatchSampler and not self._batches.drop_last
+        if is_torchs or not self._is_batched:
             return True
         with preserve_random_state(generators_of(*samplers_below(self._common_batches))):
             return sum(map(len, self._common_batches)) == len(self._common_sampler)

@@ -112,13 +112,14 @@ class OrderPosition(LoaderPosition):
         sampler = global_order_of(loader)
         assert sampler is not None
         self._sampler = sampler
-        index_sampler = index_sampler_of(loader)
-        self._batch_sampler = None if index_sampler is sampler else index_sampler
 
     @property
     def _batch_size(self) -> int:
-        """The number of items in a batch, which users may change in an epoch."""
-        return 1 if self._batch_sampler is None else int(self._batch_sampler.batch_size)
+        """The number of items in a batch, which users may change in an epoch.
+
+        It is 1 if the loader reads the sampler's items one by one.
+        """
+        return int(getattr(index_sampler_of(self.loader), "batch_size", 1))
 
     @override
     def _begin(self, start: IteratorStart) -> Iterator[Any]:

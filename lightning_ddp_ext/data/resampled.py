@@ -62,13 +62,13 @@ def _plain(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 def _holds_sampler_elsewhere(loader: DataLoader[Any]) -> bool:
     """Whether other attributes hold a sampler of the loader, or an iterator over it."""
-    samplers = [loader.sampler, loader.batch_sampler]
-    others = [value for name, value in vars(loader).items() if name not in _SAMPLER_ATTRIBUTES]
-    return any(
-        isinstance(other, Iterator)
-        or any(other is sampler for sampler in samplers if sampler is not None)
-        for other in others
-    )
+    samplers = (id(loader.sampler), id(loader.batch_sampler))
+    others = [
+        value
+        for name, value in vars(loader).items()
+        if name not in _SAMPLER_ATTRIBUTES and value is not None
+    ]
+    return any(isinstance(other, Iterator) or id(other) in samplers for other in others)
 
 
 def _has_length_of_sampler(loader: DataLoader[Any]) -> bool:
