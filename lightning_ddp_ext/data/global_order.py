@@ -19,7 +19,7 @@ STATE_VERSION = 1
 _EPOCH_REMEDY = "count epochs from 0"
 
 # Indices per computation: few enough that the first one is yielded soon.
-BLOCK = 1 << 12
+BLOCK = 1 << 13
 
 Order = Callable[[NDArray[np.int64]], NDArray[Any]]  # from positions to their items
 
@@ -27,8 +27,9 @@ Order = Callable[[NDArray[np.int64]], NDArray[Any]]  # from positions to their i
 class GlobalOrderSampler(DistributedSampler[Any]):
     """Base class of our samplers, which split one global order among the ranks.
 
-    A subclass sets ``kind`` and defines ``length`` and ``compute_order``. The class is a
-    ``DistributedSampler`` because Lightning wraps any other sampler in its own.
+    A subclass sets ``kind`` and defines ``length`` and ``compute_order``, and also
+    ``fingerprint_of`` if orders are drawn. The class is a ``DistributedSampler`` because
+    Lightning wraps any other sampler in its own.
 
     Args:
         dataset: the dataset or the sampler whose items are split.

@@ -227,7 +227,8 @@ class StatePosition(LoaderPosition):
         # After their end, some loaders return the state of a new beginning.
         if self._starts and self._batches_drawn is not None:
             self._record_loader_state(self._starts[-1], self._batches_drawn)
-        last = [state for state in start.loader_states if state.batches <= batches][-1]
+        earlier = [state for state in start.loader_states if state.batches <= batches]
+        last = earlier[-1] if earlier else _epoch_beginning(start)
         # No later checkpoint needs an older state.
         start.loader_states = [
             state for state in start.loader_states if state.batches >= last.batches
@@ -255,10 +256,10 @@ class StatePosition(LoaderPosition):
     @override
     def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
         saved = start.saved_state
+        state = _epoch_beginning(start)
         if saved is not None:
             state = LoaderState(-saved["dropped"], saved["state"], saved["drawn"])
-            start.loader_states = [state]
-        (state,) = start.loader_states
+        start.loader_states = [state]
         drawn_before = start.position + state.batches
         start.trace = Trace(self._remembered + AHEAD, drawn_before, state.fingerprint or 0)
         if state.content is None:
@@ -279,3 +280,8 @@ class StatePosition(LoaderPosition):
             self._batches_drawn = drawn
             yield batch
         self._batches_drawn = None
+
+
+def _epoch_beginning(start: IteratorStart) -> LoaderState:
+    """Return the state of a loader that has drawn nothing in the epoch."""
+    return LoaderState(-start.position, content=None, fingerprint=0)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -56,9 +55,6 @@ class LoaderState(NamedTuple):
     fingerprint: int | None
 
 
-_EPOCH_BEGINNING = LoaderState(batches=0, content=None, fingerprint=0)
-
-
 @dataclass
 class IteratorStart:
     """Where an iterator of a loader started.
@@ -78,7 +74,7 @@ class IteratorStart:
         trace: the fingerprints of what was drawn.
         batch_size: the batch size then, if the position counts samples; ``None`` before
             the order is drawn.
-        loader_states: the states of a loader with a state that a checkpoint may need.
+        loader_states: the states that the loader returned and a checkpoint may need.
     """
 
     number: int = 0
@@ -89,10 +85,7 @@ class IteratorStart:
     saved_state: Any = None
     trace: Trace = field(default_factory=Trace)
     batch_size: int | None = None
-    loader_states: list[LoaderState] = field(default_factory=lambda: [_EPOCH_BEGINNING])
-
-
-DrawSeed = Callable[[], object]
+    loader_states: list[LoaderState] = field(default_factory=list)
 
 
 class LoaderPosition:
@@ -139,11 +132,8 @@ class LoaderPosition:
         self._remembered = remembered
         self._starts: deque[IteratorStart] = deque(maxlen=remembered)
         # Functions that start the next iterators of a resumed epoch; later ones start at the
-        # beginning. With `max_size_cycle`, a short loader starts again whenever it ends, and
-        # Lightning ends the epoch when every loader has reached its end. If this loader had
-        # started again before the checkpoint was saved, a resuming run therefore needs an
-        # iterator that ends immediately, then the rest of the one that was read.
-        self._resumed_starts = deque[Callable[[DrawSeed], Iterator[Any]]]()
+        # beginning.
+        self._resumed_starts = deque[Callable[[], Iterator[Any]]]()
 
     def read_parameters(self) -> None:
         """Read the loader's parameters, before an epoch; a sampler may count in its seed."""
@@ -191,15 +181,17 @@ class LoaderPosition:
             # The saving run had already created this iterator.
             start_rest = self._redraw(start)
         if start.number > 0:
-            self._resumed_starts.append(_start_at_end)
-        self._resumed_starts.append(partial(self._start_rest, start_rest))
+            # With `max_size_cycle`, a short loader starts again whenever it ends, and Lightning
+            # ends the epoch when every loader has ended. In the saving run, this one had.
+            self._resumed_starts.append(lambda: iter(()))
+        self._resumed_starts.append(start_rest)
         return state["drawn"] in (None, self._drawn_by(start, start.position + start.ahead))
 
     def continues(self) -> bool:
         """Whether the next iterator continues where another run was."""
         return bool(self._resumed_starts)
 
-    def start_iterator(self, draw_seed: DrawSeed) -> Iterator[Any]:
+    def start_iterator(self, draw_seed: Callable[[], object]) -> Iterator[Any]:
         """Start the next iterator of the epoch.
 
         ``draw_seed`` is called if a whole iterator replaces the rest of a resumed one,
@@ -207,16 +199,12 @@ class LoaderPosition:
         """
         if not self._resumed_starts:
             return self._start_at_beginning()
-        return self._resumed_starts.popleft()(draw_seed)
-
-    def _start_rest(
-        self, start_rest: Callable[[], Iterator[Any]], draw_seed: DrawSeed
-    ) -> Iterator[Any]:
-        """Start the rest of the iterator that the saving run was reading."""
+        start_rest = self._resumed_starts.popleft()
         with preserve_random_state(self.generators):
             rest = start_rest()
-        is_first_iterator = self._starts[-1].number == 0
-        if is_first_iterator:
+        is_last_rest = not self._resumed_starts
+        had_ended_before = self._starts[-1].number > 0
+        if not (is_last_rest and had_ended_before):
             return rest
         # An empty rest would be a second end, and would end the epoch.
         first_batch = list(islice(rest, 1))
@@ -408,7 +396,3 @@ class LoaderPosition:
                     f" or {FROM_THE_EPOCHS_START}"
                 ) from None
             self.on_progress()
-
-
-def _start_at_end(draw_seed: DrawSeed) -> Iterator[Any]:
-    return iter(())

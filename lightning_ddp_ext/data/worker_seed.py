@@ -3,18 +3,19 @@
 Torch draws a seed for each iterator, except for one whose workers have persisted since
 an earlier iterator. :class:`SeededFor` is the state of workers that persist:
 
-====================================  ========================  =========================
-Event                                 From                      To
-====================================  ========================  =========================
-the resumed run had seeded them       any state                 ``RESUMED_RUN``
-an iterator is created: a seed is     ``NOTHING``               ``LATEST_ITERATOR``
-drawn
-an iterator is created: new workers   ``RESUMED_RUN``           ``EARLIER_ITERATOR``
-need a seed, but the generator stays
-as it is
-an iterator is created: nothing is    ``LATEST_ITERATOR`` or    ``EARLIER_ITERATOR``
-drawn                                 ``EARLIER_ITERATOR``
-====================================  ========================  =========================
+================  ====================  ===================  ====================
+Event             From                  Effect               To
+================  ====================  ===================  ====================
+the resumed run   any state             none                 ``RESUMED_RUN``
+had seeded them
+an iterator is    ``NOTHING``           a seed is drawn      ``LATEST_ITERATOR``
+created
+the same          ``RESUMED_RUN``       the new workers get  ``EARLIER_ITERATOR``
+                                        a seed, but none is
+                                        drawn
+the same          ``LATEST_ITERATOR``   none                 ``EARLIER_ITERATOR``
+                  ``EARLIER_ITERATOR``
+================  ====================  ===================  ====================
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,18 +118,23 @@ def sampled(stream: type[Counting]) -> DataLoader[Any]:
     return DataLoader(Numbers(SAMPLES), 2, sampler=FromStream(stream(0)))
 
 
+NOT_DIVIDED = {"use_distributed_sampler": False}
+
+
 class Order(NamedTuple):
-    """Loaders of a rank, and how it trains on them.
+    """Loaders, and how a rank trains on them.
 
     Attributes:
+        make: returns the loaders of a rank.
         is_stream: whether the rank reads its own 24 numbers.
+        batches: the number of batches in an epoch.
+        options: of the Trainer.
     """
 
     make: Callable[[int], Any]
-    batches: int = SAMPLES // 2
-    accumulation: int = 1
-    is_divided: bool = False  # by the strategy
     is_stream: bool = False
+    batches: int = SAMPLES // 2
+    options: Mapping[str, Any] = NOT_DIVIDED
 
 
 ORDERS = {
@@ -143,13 +148,15 @@ ORDERS = {
     "sampler that counts": Order(lambda rank: sampled(Counting)),
     "sampler that draws late": Order(lambda rank: sampled(Buffered)),
     "divided sampler that counts": Order(
-        lambda rank: sampled(Counting), batches=SAMPLES // 4, is_divided=True
+        lambda rank: sampled(Counting), batches=SAMPLES // 4, options={}
     ),
     "two streams": Order(
         lambda rank: [DataLoader(Numbers(SAMPLES), 2), DataLoader(Clocked(rank), 2)]
     ),
     "stateful loader": Order(
-        lambda rank: StatefulDataLoader(Buffered(rank), 2), accumulation=2, is_stream=True
+        lambda rank: StatefulDataLoader(Buffered(rank), 2),
+        is_stream=True,
+        options={"accumulate_grad_batches": 2},
     ),
 }
 
@@ -158,15 +165,10 @@ def resume_unknown_order(
     rank: int, world_size: int, directory: Path, name: str
 ) -> tuple[Resumed, Run]:
     """Return a run that resumed after five batches of the second epoch, and one that was
-    told to repeat this epoch; ``resume_data="strict"`` raises.
+    told to repeat this epoch. A third one, with ``resume_data="strict"``, raises.
     """
     order = ORDERS[name]
-    options = {
-        "max_epochs": 2,
-        "use_distributed_sampler": order.is_divided,
-        "accumulate_grad_batches": order.accumulation,
-        "model": Mixing,
-    }
+    options = {"max_epochs": 2, "model": Mixing, **order.options}
     training = Training(lambda: order.make(rank), directory, world_size, options)
     point = f"train_batch_end-{order.batches + 5}"
     path = training.run(point).saved[point]
