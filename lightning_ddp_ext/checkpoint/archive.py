@@ -13,13 +13,12 @@ import re
 import struct
 import zipfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
-from zipfile import ZipInfo
+from zipfile import ZipFile, ZipInfo
 
 from lightning_ddp_ext.errors import (
     CheckpointError,
@@ -30,6 +29,7 @@ from lightning_ddp_ext.errors import (
 _ZIP_SIGNATURE = b"PK\x03\x04"
 _PICKLE_SIGNATURE = b"\x80"  # of protocol 2 and later
 _DIRECTORY_ATTRIBUTE = 0x10  # as in MS-DOS
+_PICKLE = "data.pkl"
 _READ_BYTES = 256 << 10
 _MAX_LISTED = 10  # damaged records that a message names
 _REMEDY = "use an earlier checkpoint"
@@ -40,26 +40,37 @@ _SYSTEM_ERROR = re.compile(r"^unable to (open|stat|mmap) |annot allocate memory"
 _DAMAGE = (zipfile.BadZipFile, EOFError, struct.error, ValueError, OverflowError, RuntimeError)
 
 
-@dataclass(frozen=True)
 class Archive:
-    """A checkpoint file.
+    """An open checkpoint file.
+
+    It stays the same file even if its name is removed or given to another file.
+
+    Args:
+        file: the file, open for reading while the archive is used.
+        name: the user's name for it.
 
     Attributes:
-        path: its path on this machine.
-        name: the user's name for it.
-        status: its status when it was opened; that of another file at the path differs.
+        name: the argument ``name``.
         records: its records, in their order; empty if the file was written before torch
             1.6, without checksums.
+
+    Raises:
+        DamagedCheckpointError: the file is empty, truncated, or not a checkpoint, or its
+            records overlap.
     """
 
-    path: str
-    name: str
-    status: os.stat_result
-    records: tuple[ZipInfo, ...] = ()
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self.name = name
+        self._file = file
+        self.records: tuple[ZipInfo, ...] = ()
+        if _is_archive(file, name):
+            self._zip = _read_directory(file, name)
+            self.records = _records(self._zip, name)
 
     @classmethod
-    def open(cls, path: Path | str, name: str = "") -> Archive:
-        """Read the directory of a checkpoint archive.
+    @contextmanager
+    def open(cls, path: Path | str, name: str = "") -> Iterator[Archive]:
+        """Open a checkpoint file while the block runs.
 
         Args:
             path: its path on this machine.
@@ -67,18 +78,24 @@ class Archive:
 
         Raises:
             CheckpointNotFoundError: the file does not exist.
-            DamagedCheckpointError: it is empty, truncated, a directory, or not a
-                checkpoint, or its records overlap.
+            DamagedCheckpointError: it is a directory, or damaged as for the class.
             CheckpointError: the system does not allow this process to read it.
         """
         name = name or str(path)
-        with reading(name, is_first=True), open(path, "rb") as file:
-            return cls(str(path), name, os.fstat(file.fileno()), _records(file, name))
+        with ExitStack() as stack:
+            with reading(name):
+                archive = cls(stack.enter_context(open(path, "rb")), name)
+            yield archive
 
     @property
-    def size(self) -> int:
-        """The size in bytes."""
-        return self.status.st_size
+    def path(self) -> str:
+        """A path of the open file, valid in this process."""
+        return path_of(self._file.fileno())
+
+    @property
+    def status(self) -> os.stat_result:
+        """The current status of the file."""
+        return os.fstat(self._file.fileno())
 
     @cached_property
     def tensors(self) -> tuple[ZipInfo, ...]:
@@ -100,43 +117,29 @@ class Archive:
             tensors: the tensors to check besides all other records; ``None`` means all.
 
         Raises:
-            DamagedCheckpointError: records were altered (the error names them), or the
-                file was truncated.
-            CheckpointNotFoundError: the file was removed after it was opened.
-            CheckpointError: another file has replaced it since, or the system does not
-                allow this process to read it.
+            DamagedCheckpointError: records were altered or truncated; the error names
+                them.
+            CheckpointError: the system reports an error.
         """
-        if not self.records:
-            return
         tensors = self.tensors if tensors is None else tensors
         others = [record for record in self.records if not _is_tensor(record)]
-        with reading(self.name), open(self.path, "rb") as file:
-            try:
-                archive = _zip_file(file)
-            except _DAMAGE:
-                self._raise_if_replaced(file)
-                message = f"checkpoint {self.name} was truncated while it was being read; {_REMEDY}"
-                raise DamagedCheckpointError(message) from None
-            to_check = filter(_has_crc, (*others, *tensors))
-            damaged = tuple(_name(record) for record in to_check if not _is_intact(archive, record))
-            if damaged:
-                self._raise_if_replaced(file)
-                raise _mismatch(self.name, damaged)
+        to_check = filter(_has_crc, (*others, *tensors))
+        with reading(self.name):
+            damaged = tuple(_name(each) for each in to_check if not _is_intact(self._zip, each))
+        if damaged:
+            raise _mismatch(self.name, damaged)
 
-    def _raise_if_replaced(self, file: BinaryIO) -> None:
-        """Raise if the file is another one than was opened first.
+    def read_pickle(self) -> bytes:
+        """Return the pickled structure of an archive with checksums.
 
-        Some network file systems give the same file another number, so the number alone
-        means nothing.
+        Raises:
+            DamagedCheckpointError: its bytes were altered.
         """
-        first = self.status
-        now = os.fstat(file.fileno())
-        has_other_number = (now.st_dev, now.st_ino) != (first.st_dev, first.st_ino)
-        has_changed = (now.st_size, now.st_mtime_ns) != (first.st_size, first.st_mtime_ns)
-        if has_other_number and has_changed:
-            raise CheckpointError(
-                f"checkpoint {self.name} was replaced while being read; read it again"
-            )
+        [pickled] = [record for record in self.records if _name(record) == _PICKLE]
+        try:
+            return self._zip.read(pickled)
+        except _DAMAGE:
+            raise _mismatch(self.name, (_PICKLE,)) from None
 
 
 def _mismatch(name: str, damaged: tuple[str, ...]) -> DamagedCheckpointError:
@@ -151,29 +154,29 @@ def _mismatch(name: str, damaged: tuple[str, ...]) -> DamagedCheckpointError:
     )
 
 
+def path_of(descriptor: int) -> str:
+    """Return a path of an open file, valid in this process."""
+    return f"/proc/self/fd/{descriptor}"
+
+
 @contextmanager
-def reading(name: str, *, is_first: bool = False) -> Iterator[None]:
+def reading(name: str) -> Iterator[None]:
     """Convert errors in a block that reads a file to checkpoint errors.
 
     Only a directory counts as damaged.
 
     Args:
         name: the user's name for the file.
-        is_first: whether the block is the first to open the file; after that, a missing
-            file was removed.
     """
     try:
         yield
     except CheckpointError:
         raise
     except (FileNotFoundError, NotADirectoryError):
-        message = (
+        raise CheckpointNotFoundError(
             f"checkpoint {name} does not exist (working directory {os.getcwd()}); pass the path of"
             " a file"
-            if is_first
-            else f"checkpoint {name} was removed while being read; {_REMEDY}"
-        )
-        raise CheckpointNotFoundError(message) from None
+        ) from None
     except IsADirectoryError:
         raise DamagedCheckpointError(
             f"checkpoint {name} is a directory, not a file written by torch.save; pass the path of"
@@ -205,14 +208,9 @@ def is_system_error(error: Exception) -> bool:
     return isinstance(error, (OSError, MemoryError)) or bool(_SYSTEM_ERROR.search(str(error)))
 
 
-def _records(file: BinaryIO, name: str) -> tuple[ZipInfo, ...]:
-    """Return the records in the order of their positions, or raise if any is invalid.
-
-    A file from before torch 1.6 has none.
-    """
-    if not _is_archive(file, name):
-        return ()
-    records = _read_directory(file, name)
+def _records(archive: ZipFile, name: str) -> tuple[ZipInfo, ...]:
+    """Return the records in the order of their positions, or raise if any is invalid."""
+    records = sorted(archive.infolist(), key=lambda record: record.header_offset)
     for record, following in pairwise(records):
         if record.header_offset + record.file_size >= following.header_offset:
             # Each byte could be in many records, and checking them could take for ever.
@@ -220,7 +218,7 @@ def _records(file: BinaryIO, name: str) -> tuple[ZipInfo, ...]:
                 f"checkpoint {name} is damaged: records {_name(record)} and"
                 f" {_name(following)} overlap; {_REMEDY}"
             )
-    if "data.pkl" not in map(_name, records):
+    if _PICKLE not in map(_name, records):
         raise DamagedCheckpointError(
             f"{name} is not a checkpoint: it is a zip archive without data.pkl, unlike those"
             " written by torch.save"
@@ -245,20 +243,19 @@ def _is_archive(file: BinaryIO, name: str) -> bool:
     return is_archive
 
 
-def _read_directory(file: BinaryIO, name: str) -> list[ZipInfo]:
-    """Return the records in the order of their positions; raise if one is invalid."""
+def _read_directory(file: BinaryIO, name: str) -> ZipFile:
+    """Read an archive's directory, and raise if it or one of its records is invalid."""
     size = file.seek(0, os.SEEK_END)
     try:
-        with _zip_file(file) as archive:
-            records = sorted(archive.infolist(), key=lambda record: record.header_offset)
-        for record in records:
+        archive = _zip_file(file)
+        for record in archive.infolist():
             _raise_if_invalid(record, size)
     except _DAMAGE as error:
         raise DamagedCheckpointError(
             f"checkpoint {name} is damaged: the zip directory at its end cannot be read ({error});"
             f" the file has {size} bytes and was probably truncated; {_REMEDY}"
         ) from None
-    return records
+    return archive
 
 
 def _raise_if_invalid(record: ZipInfo, file_size: int) -> None:
@@ -272,14 +269,14 @@ def _raise_if_invalid(record: ZipInfo, file_size: int) -> None:
         raise ValueError("some records lie outside the file")
 
 
-def _zip_file(file: BinaryIO) -> zipfile.ZipFile:
+def _zip_file(file: BinaryIO) -> ZipFile:
     """Read an archive's directory, and raise ``BadZipFile`` only if it is damaged.
 
     zipfile also raises it after some disk errors, and lets an ``OSError`` pass if a
     damaged offset lies outside the file.
     """
     try:
-        return zipfile.ZipFile(file)
+        return ZipFile(file)
     except (zipfile.BadZipFile, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__context__
         is_outside_file = isinstance(cause, OSError) and cause.errno == errno.EINVAL
@@ -288,7 +285,7 @@ def _zip_file(file: BinaryIO) -> zipfile.ZipFile:
         raise zipfile.BadZipFile(str(error)) from None
 
 
-def _is_intact(archive: zipfile.ZipFile, record: ZipInfo) -> bool:
+def _is_intact(archive: ZipFile, record: ZipInfo) -> bool:
     """Whether a record's content matches its checksum.
 
     zipfile compares them at the end of reading.

@@ -62,47 +62,46 @@ def placement(map_location: MapLocation) -> Placement:
             callable.
     """
     if map_location is None:
-        return lambda storage, location: storage
-    choose = _chosen_device(map_location)
+        map_location = "cpu"
+    elif isinstance(map_location, (str, torch.device)):
+        map_location = _device(map_location)
+    elif isinstance(map_location, Mapping):
+        map_location = {_device(old): _device(new) for old, new in map_location.items()}
+    elif not callable(map_location):
+        raise ConfigurationError(
+            "map_location must be a device, a device name, a mapping of device names such as"
+            f" {{'cuda:0': 'cuda:1'}}, or a callable (got {map_location!r})"
+        )
 
     def place(storage: UntypedStorage, location: str) -> UntypedStorage:
         try:
-            chosen = choose(storage, location)
-            if isinstance(chosen, str):
-                chosen = torch.serialization.default_restore_location(storage, chosen)
+            return _placed(storage, location, map_location)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition(". ")[0]
             raise CheckpointError(
                 f"map_location={map_location!r} cannot place a tensor saved from {location}:"
                 f" {reason}; pass another one"
             ) from error
-        return chosen  # type: ignore[no-any-return]
 
     return place
 
 
-def _chosen_device(map_location: MapLocation) -> Callable[[UntypedStorage, str], Any]:
-    """Return a function that takes a storage and the device that it was saved from.
-
-    It returns the name of the new device, or what the user's callable returns.
-    """
-    if isinstance(map_location, (str, torch.device)):
-        target = _device(map_location)
-        return lambda storage, location: target
-    if isinstance(map_location, Mapping):
-        devices = {_device(source): _device(target) for source, target in map_location.items()}
-        return lambda storage, location: devices.get(location, location)
+def _placed(
+    storage: UntypedStorage,
+    location: str,
+    map_location: str | Mapping[str, str] | Callable[..., Any],
+) -> UntypedStorage:
+    """Return a storage on the device that is chosen for those saved from ``location``."""
+    target = location
     if callable(map_location):
-
-        def call(storage: UntypedStorage, location: str) -> Any:
-            placed = map_location(storage, location)
-            return location if placed is None else placed
-
-        return call
-    raise ConfigurationError(
-        "map_location must be a device, a device name, a mapping of device names such as"
-        f" {{'cuda:0': 'cuda:1'}}, or a callable (got {map_location!r})"
-    )
+        placed = map_location(storage, location)
+        if placed is not None:
+            return placed  # type: ignore[no-any-return]
+    elif isinstance(map_location, Mapping):
+        target = map_location.get(location, location)
+    else:
+        target = map_location
+    return torch.serialization.default_restore_location(storage, target)  # type: ignore[no-any-return]
 
 
 def _device(name: Any) -> str:
@@ -128,21 +127,24 @@ def read(archive: Archive, options: LoadOptions, *, map_weights: bool = False) -
             Everything else is copied into this process's own memory.
 
     Raises:
-        CheckpointError: as for :func:`load`.
+        DamagedCheckpointError: the file cannot be unpickled because its bytes are
+            wrong.
+        UnsafeCheckpointError: ``weights_only`` forbids a class in the file.
+        CheckpointError: a tensor cannot be placed, a class in the file cannot be
+            imported or raises, or this process cannot read the file.
     """
-    place: Placement | str = placement(options.map_location)
-    if options.map_location in (None, "cpu", torch.device("cpu")):
-        place = "cpu"  # torch refuses functions for tensors of classes with __torch_dispatch__
-    if map_weights and options.map_location is None and archive.size > _SMALL_FILE_BYTES:
-        content = load(archive, place, options.weights_only, mmap=True)
+    is_large = archive.status.st_size > _SMALL_FILE_BYTES
+    if map_weights and options.map_location is None and is_large:
+        content = _load(archive, options, mmap=True)
         try:
-            return _copied_but_for_weights(content)
+            return _with_own_memory_except_weights(content)
         except Exception:  # the state_dict is missing, or some object cannot be pickled again
             del content
-    return load(archive, place, options.weights_only, mmap=False)
+    return _load(archive, options, mmap=False)
 
 
-def _copied_but_for_weights(content: Any) -> Any:
+def _with_own_memory_except_weights(content: Any) -> Any:
+    """Return a mapped checkpoint, or plain state dict, whose weights alone stay mapped."""
     checkpoint = {"state_dict": content} if is_plain_state_dict(content) else content
     state_dict = checkpoint["state_dict"]
     weights = {name: value for name, value in state_dict.items() if _is_only_copied(name, value)}
@@ -164,54 +166,60 @@ def _is_only_copied(name: str, value: Any) -> bool:
     return is_plain and not name.endswith("_extra_state")
 
 
-def load(archive: Archive, place: Placement | str, weights_only: bool | None, *, mmap: bool) -> Any:
+def _load(archive: Archive, options: LoadOptions, *, mmap: bool) -> Any:
     """Call ``torch.load``, and raise errors with a remedy.
 
     Files from before torch 1.6 are never mapped.
-
-    Raises:
-        DamagedCheckpointError: the file cannot be unpickled because its bytes are
-            wrong.
-        UnsafeCheckpointError: ``weights_only`` forbids a class in the file.
-        CheckpointError: a class in the file cannot be imported or raises, or this
-            process cannot read the file.
     """
-    options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}
-    options["map_location"] = place  # torch passes untyped storages, which its annotation lacks
+    place: Placement | str = placement(options.map_location)
+    if options.map_location in (None, "cpu", torch.device("cpu")):
+        place = "cpu"  # torch refuses functions for tensors of classes with __torch_dispatch__
+    own_options: dict[str, Any] = {"map_location": place, "mmap": mmap and bool(archive.records)}
+    if options.weights_only is not None:
+        own_options["weights_only"] = options.weights_only
     try:
-        return torch.load(archive.path, mmap=mmap and bool(archive.records), **options)
+        return torch.load(archive.path, **own_options)
     except CheckpointError:
         raise
     except Exception as error:  # damaged files and users' classes can raise any error
         is_in_message = isinstance(error, pickle.UnpicklingError)
-        raise _explained(archive, error, weights_only) from (None if is_in_message else error)
+        raise _explained(archive, error, options) from (None if is_in_message else error)
 
 
-def _explained(archive: Archive, error: Exception, weights_only: bool | None) -> CheckpointError:
+def _explained(archive: Archive, error: Exception, options: LoadOptions) -> CheckpointError:
     """Return the checkpoint error for an error that ``torch.load`` raised.
 
-    The file counts as damaged unless checksums or the kind of error show otherwise.
+    The file counts as damaged unless its checksums or the kind of error show otherwise.
+
+    Raises:
+        DamagedCheckpointError: a record other than a tensor was altered.
     """
     if is_system_error(error):
         return unreadable(archive.name, error)
     archive.check(())
     if isinstance(error, pickle.UnpicklingError):
         match = _REFUSED_CLASS.search(str(error))
-        refused = match[1] if match else None
-        if refused or (archive.records and weights_only is not False):
-            return _unsafe(archive.name, error, refused)
-    # torch's reader detects damage outside the records, which no checksum covers.
-    raising_file = traceback.extract_tb(error.__traceback__)[-1].filename
-    is_error_of_reader = (
-        type(error) is RuntimeError and raising_file == torch.serialization.__file__
-    )
-    is_error_of_class = isinstance(error, (ImportError, AttributeError))
-    if is_error_of_class or (archive.has_checksums and not is_error_of_reader):
+        if match:
+            return _unsafe(archive.name, error, match[1])
+        if archive.records and options.weights_only is not False:
+            return _unsafe(archive.name, error, None)
+    if isinstance(error, (ImportError, AttributeError)):  # of a class in the file
+        return unreadable(archive.name, error)
+    if archive.has_checksums and not _is_from_torchs_reader(error):
         return unreadable(archive.name, error)
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     return DamagedCheckpointError(
         f"checkpoint {archive.name} cannot be unpickled: {reason}; use an earlier checkpoint"
     )
+
+
+def _is_from_torchs_reader(error: Exception) -> bool:
+    """Whether torch's reader of archives raised the error.
+
+    It detects damage outside of the records, which no checksum covers.
+    """
+    raising_file = traceback.extract_tb(error.__traceback__)[-1].filename
+    return type(error) is RuntimeError and raising_file == torch.serialization.__file__
 
 
 def _unsafe(name: str, error: Exception, refused: str | None) -> UnsafeCheckpointError:

@@ -1,40 +1,29 @@
 """Read a checkpoint once for all ranks, from a file that all see or through rank 0.
 
 If every rank sees rank 0's file, each rank maps it, and the ranks of a host divide the
-checking among themselves. Otherwise all ranks receive the tensors from rank 0. Either
-every rank gets the checkpoint, or every rank raises the error of the first rank that
-failed.
+checking among themselves. Otherwise all ranks receive a copy from rank 0, and divide the
+checking. Either every rank gets the checkpoint, or every rank raises the error of the
+first rank that failed.
 """
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 from zipfile import ZipInfo
 
-from torch import Tensor, UntypedStorage
+import torch
+from torch import Tensor
 
-from lightning_ddp_ext.checkpoint.archive import Archive, reading
-from lightning_ddp_ext.checkpoint.load import LoadOptions, load, placement, read
+from lightning_ddp_ext.checkpoint.archive import Archive, path_of, reading
+from lightning_ddp_ext.checkpoint.load import LoadOptions, read
 from lightning_ddp_ext.checkpoint.location import Location, on_local_disk
-from lightning_ddp_ext.checkpoint.snapshot import (
-    aligned,
-    bytes_of,
-    identity_of,
-    join,
-    slices_of,
-    split,
-)
 from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.ranks import Ranks
-
-# Small tensors are sent together in blocks of this size: each broadcast has a delay.
-_BLOCK_BYTES = 1 << 20
 
 
 class Restored(NamedTuple):
@@ -80,16 +69,15 @@ def restore(
             rank = without_file[0]
             reason = f"rank {rank} on host {views[rank].host} does not see it"
             how = f"sent from rank 0 to all ranks ({reason})"
-            content = _send(
-                stack, archive if ranks.rank == 0 else None, ranks, options, location.url
-            )
+            archive = _copy_from_rank_zero(stack, archive, ranks, location.url)
+            readers = list(range(ranks.world_size))
         else:
-            assert archive is not None, "this rank sees the file"
             how = "mapped by every rank"
-            on_this_host = [rank for rank, each in enumerate(views) if each.host == view.host]
-            shard = _shard(archive, on_this_host.index(ranks.rank), len(on_this_host))
-            check_and_read = partial(_check_and_read, archive, shard, options, map_weights)
-            content = ranks.on_every_rank(check_and_read, f"reading {location.url}")
+            readers = [rank for rank, each in enumerate(views) if each.host == view.host]
+        assert archive is not None, "this rank sees the file"
+        shard = _shard(archive, readers.index(ranks.rank), len(readers))
+        check_and_read = partial(_check_and_read, archive, shard, options, map_weights)
+        content = ranks.on_every_rank(check_and_read, f"reading {location.url}")
     return Restored(content, how, options.verify and not of_rank_zero.has_checksums)
 
 
@@ -129,7 +117,8 @@ def _open(stack: ExitStack, location: Location, ranks: Ranks) -> tuple[Archive |
         return None, _View(host)
     try:
         with reading(location.url):
-            archive = Archive.open(stack.enter_context(on_local_disk(location)), location.url)
+            path = stack.enter_context(on_local_disk(location))
+            archive = stack.enter_context(Archive.open(path, location.url))
     except CheckpointError as error:  # the other ranks are waiting for the view
         return None, _View(host, error=error)
     status = archive.status
@@ -137,123 +126,32 @@ def _open(stack: ExitStack, location: Location, ranks: Ranks) -> tuple[Archive |
     return archive, _View(host, file, archive.has_checksums)
 
 
-class _StorageInfo(NamedTuple):
-    """The size of a storage, and the device from which it was saved.
+def _copy_from_rank_zero(
+    stack: ExitStack, archive: Archive | None, ranks: Ranks, name: str
+) -> Archive:
+    """Return rank 0's archive, of which the other ranks get a copy in memory.
 
-    The storage of a generator has no device.
-    """
-
-    size: int
-    device: str | None
-
-
-class _Header(NamedTuple):
-    """A checkpoint without the bytes of its storages."""
-
-    pickled: bytes
-    storages: list[_StorageInfo]
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The checkpoint on rank 0.
-
-    Attributes:
-        header: what rank 0 sends first.
-        storages: what it sends then, mapped from the file.
-        check: the running check of the file.
-    """
-
-    header: _Header
-    storages: list[UntypedStorage]
-    check: Future[None]
-
-
-def _send(
-    stack: ExitStack, archive: Archive | None, ranks: Ranks, options: LoadOptions, name: str
-) -> Any:
-    """Return the content of rank 0's file; other ranks pass no archive.
-
-    Rank 0 checks it while sending the tensors. Collective.
+    Collective.
     """
     what = f"reading {name}"
-    threads = ThreadPoolExecutor(1)
-    stack.callback(threads.shutdown, wait=False)  # after an error, do not wait for the check
-    source = ranks.on_every_rank(
-        lambda: None if archive is None else _split_file(archive, options, threads), what
-    )
-    header: _Header = ranks.from_rank_zero(None if source is None else source.header)
-    received: list[UntypedStorage] = []
-    ranks.broadcast(_make_blocks(header, source, received))
-    return ranks.on_every_rank(lambda: _join(header, source, received, options, name), what)
+    size = ranks.from_rank_zero(None if archive is None else archive.status.st_size)
 
+    def map_file() -> tuple[str, Tensor]:
+        if ranks.rank == 0:
+            assert archive is not None, "rank 0 has opened the file"
+            path = archive.path
+        else:
+            descriptor = os.memfd_create("checkpoint")
+            stack.callback(os.close, descriptor)
+            path = path_of(descriptor)
+        is_copy = ranks.rank != 0
+        return path, torch.from_file(path, shared=is_copy, size=size, dtype=torch.uint8)
 
-def _split_file(archive: Archive, options: LoadOptions, threads: ThreadPoolExecutor) -> _Source:
-    """Split rank 0's file into a header and storages, and start to check the latter."""
-    if options.verify:
-        archive.check(())
-    devices: dict[object, str] = {}
-
-    def record_device(storage: UntypedStorage, device: str) -> UntypedStorage:
-        devices[identity_of(storage)] = device
-        return storage
-
-    content = load(archive, record_device, options.weights_only, mmap=True)
-    pickled, storages = split(content)
-    check = threads.submit(archive.check if options.verify else lambda: None)
-    infos = [_StorageInfo(each.nbytes(), devices.get(identity_of(each))) for each in storages]
-    return _Source(_Header(pickled, infos), storages, check)
-
-
-def _make_blocks(
-    header: _Header, source: _Source | None, received: list[UntypedStorage]
-) -> Iterator[Tensor]:
-    """Yield the memory of storages to broadcast, and add its slices to ``received``.
-
-    Rank 0 copies its storages there.
-    """
-    for sizes in _blocks([info.size for info in header.storages]):
-        block = UntypedStorage(sum(map(aligned, sizes)))
-        for slice_ in slices_of(block, sizes):
-            if source is not None:
-                slice_.copy_(source.storages[len(received)])
-            received.append(slice_)
-        yield bytes_of(block)
-
-
-def _join(
-    header: _Header,
-    source: _Source | None,
-    received: list[UntypedStorage],
-    options: LoadOptions,
-    name: str,
-) -> Any:
-    """Return the checkpoint with its storages on their devices, if the file is intact."""
-    if source is not None:
-        source.check.result()
-    place = placement(options.map_location)
-    storages = [
-        storage if info.device is None else place(storage, info.device)
-        for storage, info in zip(received, header.storages, strict=True)
-    ]
-    with reading(name):
-        return join(header.pickled, storages)
-
-
-def _blocks(sizes: list[int]) -> Iterator[list[int]]:
-    """Split sizes into blocks of tensors that are sent together."""
-    block: list[int] = []
-    total = 0
-    for size in sizes:
-        if block and total + aligned(size) > _BLOCK_BYTES:
-            yield block
-            block = []
-            total = 0
-        block.append(size)
-        total += aligned(size)
-    yield block
+    path, content = ranks.on_every_rank(map_file, what)
+    ranks.broadcast([content])
+    return ranks.on_every_rank(lambda: stack.enter_context(Archive.open(path, name)), what)
 
 
 def _shard(archive: Archive, index: int, count: int) -> list[ZipInfo]:
-    """Return the tensors that one of ``count`` ranks with the same file must check."""
+    """Return the tensors that one of ``count`` ranks with the same content must check."""
     return sorted(archive.tensors, key=lambda record: record.file_size, reverse=True)[index::count]

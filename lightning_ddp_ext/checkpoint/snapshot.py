@@ -51,7 +51,7 @@ def join(pickled: bytes, storages: list[UntypedStorage]) -> Any:
         torch._utils._validate_loaded_sparse_tensors()
 
 
-def identity_of(storage: UntypedStorage) -> tuple[str, int, int]:
+def _identity(storage: UntypedStorage) -> tuple[str, int, int]:
     """Return a key for a storage's memory: its device, address and size.
 
     Views of a NumPy array may differ only in size.
@@ -75,7 +75,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, (TypedStorage, UntypedStorage)):
             return None
         storage = obj._untyped_storage if isinstance(obj, TypedStorage) else obj
-        number = self._numbers.setdefault(identity_of(storage), len(self.storages))
+        number = self._numbers.setdefault(_identity(storage), len(self.storages))
         is_new = number == len(self.storages)
         if is_new:
             self.storages.append(storage)

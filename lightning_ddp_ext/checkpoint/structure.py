@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import pickle
 from typing import Any
-from zipfile import ZipFile
 
 from typing_extensions import override
 
@@ -20,34 +19,25 @@ def entry_of(location: Location, key: str) -> Any:
     """Return an entry of a checkpoint; ``None`` if the file lacks it.
 
     A placeholder replaces objects. The result is also ``None`` for a file that cannot
-    be unpickled or was written before torch 1.6.
+    be unpickled or has no checksums, as one from before torch 1.6.
 
     Raises:
         CheckpointNotFoundError: the file does not exist.
-        DamagedCheckpointError: a local file is empty, truncated, altered, or not a
+        DamagedCheckpointError: the file is empty, truncated, altered, or not a
             checkpoint.
         CheckpointError: the file cannot be read; the error of its file system is the
             cause.
     """
-    if location.local is not None:
-        archive = Archive.open(location.local, location.url)
-        archive.check(())
-        if not archive.records:  # written before torch 1.6
-            return None
     with reading(location.url), location.fs.open(location.path, "rb") as file:
-        pickled = _pickled(file)
+        archive = Archive(file, location.url)
+        if not archive.has_checksums:
+            return None
+        pickled = archive.read_pickle()
     try:
         content = _Unpickler(io.BytesIO(pickled)).load()
-    except Exception:  # another program's file may contain any pickle, or a damaged one
+    except Exception:  # another program's file may contain any pickle
         return None
     return content.get(key) if isinstance(content, dict) else None
-
-
-def _pickled(file: Any) -> bytes:
-    with ZipFile(file) as archive:
-        names = archive.namelist()
-        [pickle_name] = [name for name in names if name.partition("/")[2] == "data.pkl"]
-        return archive.read(pickle_name)
 
 
 class _Ignoring(type):

@@ -41,7 +41,6 @@ def check(path: str) -> Archive:
     Raises:
         CheckpointError: the file is damaged, missing or cannot be read.
     """
-    with on_local_disk(locate(path)) as local:
-        archive = Archive.open(local, path)
+    with on_local_disk(locate(path)) as local, Archive.open(local, path) as archive:
         archive.check()
     return archive

@@ -3,8 +3,6 @@ same error.
 """
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,32 +116,6 @@ def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
 
 
 LARGE = 17 << 20  # numbers
-
-
-@dataclass(frozen=True)
-class LoneSender(Ranks):
-    """Rank 0, which sends to another rank that does not exist, and notes the sizes."""
-
-    sent: list[int] = field(default_factory=list)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return this rank's view of the file and that of a rank without it, or no errors."""
-        return [value, None if value is None else replace(value, file=())]
-
-    def broadcast(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Note how much would be sent at once."""
-        self.sent.extend(map(len, buffers))
-
-
-def test_small_tensors_are_sent_in_blocks_of_a_megabyte(tmp_path: Path) -> None:
-    """The limit includes the padding between them."""
-    content = [torch.full((65,), number % 256, dtype=torch.uint8) for number in range(8300)]
-    torch.save(content, tmp_path / "it.ckpt")
-    sender = LoneSender()
-    restored = restore(locate(tmp_path / "it.ckpt"), sender, LoadOptions()).content
-    assert torch.equal(torch.stack(restored), torch.stack(content))
-    assert len(sender.sent) == 2
-    assert max(sender.sent) <= 1 << 20
 
 
 def receive(kind: Kind, directory: Path, path: Path) -> tuple[bool, list[float]]:

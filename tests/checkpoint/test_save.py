@@ -94,7 +94,8 @@ def test_checksums_are_recorded_with_any_setting_of_torch(tmp_path: Path) -> Non
     with without_checksums():
         write(kinds(), tmp_path / "it.ckpt")
         assert not get_crc32_options()
-    assert Archive.open(tmp_path / "it.ckpt").has_checksums
+    with Archive.open(tmp_path / "it.ckpt") as archive:
+        assert archive.has_checksums
 
 
 def test_an_upload_that_breaks_off_leaves_the_old_object(

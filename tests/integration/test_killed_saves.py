@@ -160,7 +160,8 @@ def fork_and_kill(path: Path, background: bool, first: int, saves: float) -> int
 
 def number_in_whole_file(path: Path) -> int:
     content: dict[str, Any] = torch.load(path)
-    Archive.open(path).check()
+    with Archive.open(path) as archive:
+        archive.check()
     number = int(content["number"])
     assert all(torch.all(content[name] == number) for name in NAMES), "the content is of one save"
     return number

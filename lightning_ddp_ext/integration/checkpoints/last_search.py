@@ -193,7 +193,8 @@ def _from_newest_intact(files: list[Candidate]) -> list[Candidate]:
         local = locate(file.path).local
         try:
             if local is not None:  # a remote store only shows complete files
-                Archive.open(local, file.path).check()
+                with Archive.open(local, file.path) as archive:
+                    archive.check()
         except UNUSABLE as error:
             _warn_of_skipped(error)
             continue
