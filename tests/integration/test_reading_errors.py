@@ -3,11 +3,9 @@ and wherever it is found.
 """
 
 import argparse
-import copy
 import os
 import shutil
 import signal
-import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -52,19 +50,6 @@ def drop_weight(path: Path) -> None:
     set_entry(path, "state_dict", weights)
 
 
-def add_overlapping_records(path: Path, claims: int) -> None:
-    """Have the file's directory list each record of a tensor ``claims`` more times,
-    under other names.
-    """
-    with zipfile.ZipFile(path, "a") as archive:
-        for entry in [each for each in archive.infolist() if "/data/" in each.filename]:
-            for number in range(claims):
-                again = copy.copy(entry)
-                again.filename = f"{entry.filename}-{number}"
-                archive.filelist.append(again)
-        archive._didModify = True
-
-
 def truncate_to_half(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
@@ -83,7 +68,6 @@ FAULTS = [
     Fault(partial(flip, record="data/1"), MISMATCH.format("data/1")),
     Fault(partial(flip, record="data/2"), MISMATCH.format("data/2")),
     Fault(partial(flip, record="data.pkl"), MISMATCH.format("data.pkl")),
-    Fault(partial(add_overlapping_records, claims=30), "is damaged: records data/"),
     Fault(truncate_to_half, "was probably truncated"),
     Fault(lambda path: os.truncate(path, 0), "is empty"),
     Fault(lambda path: path.write_text("anything"), "is not a checkpoint: it begins with b'anyt'"),
