@@ -77,33 +77,29 @@ class RunFiles:
         self._names = [name for name in (of_stop, rescue) if name is not None]
         self._fit_number = IN_A_HOOK
         self.identity = FitIdentity()
-        # Of the stop checkpoint, after a stop.
-        self._stop_path: str | None = None
-        self._is_requeued = False
+        self._entries: dict[str, dict[str, Any]] = {}  # of stop checkpoints, by path
         self._found: _Found | None = None  # after a search on rank 0, whose search counts
         self._search_error: CheckpointError | None = None
 
     @contextmanager
     def count_fit(self, trainer: Any) -> Iterator[None]:
-        """Number a fit in its script.
+        """Number a fit in its script, if the block is one.
 
         One that a signal stops does not count, as it may be called again.
         """
         global _fits_begun
-        if current_run() is not None:
+        is_in_a_hook = current_run() is not None
+        is_counted = not is_in_a_hook and trainer is not None and trainer.state.fn == "fit"
+        if is_in_a_hook:
             self._fit_number = IN_A_HOOK
-            yield
-            return
-        is_fit = trainer is not None and trainer.state.fn == "fit"
-        if not is_fit:
-            yield
-            return
-        _fits_begun += 1
-        self._fit_number = _fits_begun
+        if is_counted:
+            _fits_begun += 1
+            self._fit_number = _fits_begun
         try:
             yield
         except SystemExit:
-            _fits_begun -= 1
+            if is_counted:
+                _fits_begun -= 1
             raise
 
     def place(self, name: PathOrUrl | None, trainer: Any) -> str | None:
@@ -138,15 +134,19 @@ class RunFiles:
             return not certainly_exists
         return saved_by is None or saved_by.is_this_run
 
-    def start_stop(self, path: str, *, is_requeued: bool) -> None:
-        """Let the checkpoint that is saved to ``path`` contain the identity of the fit."""
-        self._stop_path = path
-        self._is_requeued = is_requeued
+    def identify_stop(self, path: str, *, is_requeued: bool) -> None:
+        """Let the checkpoint that is saved to ``path`` contain the identity of the fit.
+
+        Args:
+            path: the path of the stop checkpoint.
+            is_requeued: whether SLURM requeues the job, which then continues from it.
+        """
+        self._entries[path] = self.identity.to_entry(is_requeued=is_requeued)
 
     def add_identity(self, checkpoint: dict[str, Any], path: str) -> None:
         """Add the identity of the fit to a checkpoint, if it is the stop checkpoint."""
-        if path == self._stop_path:
-            checkpoint[KEY] = self.identity.to_entry(is_requeued=self._is_requeued)
+        if path in self._entries:
+            checkpoint[KEY] = self._entries[path]
 
     # Resuming.
 

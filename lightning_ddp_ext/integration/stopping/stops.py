@@ -277,7 +277,7 @@ class StopController:
         path, is_requeued = self._strategy.broadcast(choice)
         if path is None:
             return "nothing is saved (stop_checkpoint=None)"
-        files.start_stop(path, is_requeued=is_requeued)
+        files.identify_stop(path, is_requeued=is_requeued)
         io = self._strategy.checkpoint_io
         if isinstance(io, RankZeroCheckpointIO):
             io.saver.finish()  # otherwise an earlier save error would prevent this save
