@@ -1,8 +1,9 @@
 """Choose the file that ``ckpt_path="last"`` means among the files of all runs.
 
 Each file states the run that saved it. A file that belongs to another run is left to it,
-and the newest undamaged one of the others is chosen. The first rule that applies finds
-the owner:
+and the newest one of the others is chosen. One that is truncated, or whose structure is
+damaged, is skipped; tensors are checked when the file is read. The first rule that
+applies finds the owner:
 
 ===================  ===================================================================
 Saved by             Rule, and what it is for
@@ -23,8 +24,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from lightning_ddp_ext.checkpoint.archive import Archive
-from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -115,7 +114,7 @@ def choose(paths: list[str], only_ours: set[str], identity: FitIdentity) -> Choi
     candidates = [read_candidate(path, identity) for path in paths]
     owners = _find_owners(candidates, only_ours)
     free = [file for file in candidates if not owners[file.path]]
-    usable = _from_newest_intact([file for file in free if not file.is_damaged])
+    usable = [file for file in free if not file.is_damaged]
     if not usable:
         # Reading a damaged file raises the reason on every rank.
         return Choice(next(iter(free), None), [], owners)
@@ -134,7 +133,7 @@ def read_candidate(path: str, identity: FitIdentity) -> Candidate:
     try:
         return Candidate(path, identity.saving_run(path))
     except UNUSABLE as error:
-        _warn_of_skipped(error)
+        rank_zero_warn(f"ckpt_path='last' skips a file that cannot be used: {error}")
         return Candidate(path, error=error)
     except CheckpointError as error:
         raise_if_unanswered(path, error.__cause__ or error)
@@ -178,34 +177,6 @@ def newest_first(paths: Iterable[str], written_last: Collection[str] = ()) -> li
         path: (time, path in written_last) for path, time in times.items() if time is not None
     }
     return sorted(existing, key=existing.__getitem__, reverse=True)
-
-
-def _from_newest_intact(files: list[Candidate]) -> list[Candidate]:
-    """Return these files, newest first, without the damaged ones before the first intact.
-
-    Warn of those. A file that cannot be read now may be intact, so no older file
-    replaces it; reading it later raises the reason on every rank. A single file is
-    checked when it is read.
-    """
-    if len(files) == 1:
-        return files
-    for number, file in enumerate(files):
-        local = locate(file.path).local
-        try:
-            if local is not None:  # a remote store only shows complete files
-                with Archive.open(local, file.path) as archive:
-                    archive.check()
-        except UNUSABLE as error:
-            _warn_of_skipped(error)
-            continue
-        except CheckpointError:
-            pass
-        return files[number:]
-    return []
-
-
-def _warn_of_skipped(error: CheckpointError) -> None:
-    rank_zero_warn(f"ckpt_path='last' skips a file that cannot be used: {error}")
 
 
 def _run_with_other(variables: list[str]) -> str:
