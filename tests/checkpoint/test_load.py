@@ -1,4 +1,4 @@
-"""A checkpoint is read as torch reads it, to the chosen devices, into own memory."""
+"""One rank reads a file as ``torch.load`` does, onto the chosen devices."""
 
 import os
 import resource
@@ -28,10 +28,8 @@ def is_mapped(path: Path) -> bool:
     return str(path) in Path("/proc/self/maps").read_text()
 
 
-def test_all_but_weights_is_read_into_memory_of_the_process(tmp_path: Path) -> None:
-    """Tensors of every kind, also within modules, objects and other tensors, are
-    torch's and outlive the file.
-    """
+def test_everything_but_the_weights_is_in_memory_of_this_process(tmp_path: Path) -> None:
+    """Tensors of every kind equal what ``torch.load`` reads, even once the file is empty."""
     path = tmp_path / "it.ckpt"
     checkpoint = {
         "state_dict": {"weight": content.numbers(content.MAPPED)},
@@ -49,8 +47,9 @@ def test_all_but_weights_is_read_into_memory_of_the_process(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_weights_stay_in_the_file_until_they_are_dropped(is_plain: bool, tmp_path: Path) -> None:
-    """Tensors that are copied into a model take no memory; those kept elsewhere, or as
-    extra state, have their own.
+    """The file is mapped until the weights are dropped.
+
+    Tensors outside of the state dict, and a module's extra state, are copies.
     """
     path = tmp_path / "it.ckpt"
     weight = content.numbers(content.MAPPED)
@@ -105,7 +104,7 @@ def test_invalid_locations_are_refused(map_location: Any, says: str) -> None:
 def test_a_url_that_means_no_file_is_refused(
     url: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error tells a missing library from a URL that is wrong."""
+    """The error says that a library is missing, or that the URL is wrong."""
     store = {"class": "a_store.FileSystem", "err": "install a_store"}
     monkeypatch.setitem(known_implementations, "store", store)
     with pytest.raises(CheckpointError, match=f"checkpoint path '{url}' {says}"):
@@ -131,8 +130,9 @@ def test_a_url_that_means_no_file_is_refused(
     ],
 )
 def test_memory_is_on_the_chosen_device(map_location: Any, location: str, device: str) -> None:
-    """The device depends on the one that it was saved from; memory that stays in place
-    is not copied.
+    """``map_location`` chooses it by the device that the storage was saved from.
+
+    A storage that stays on the CPU is not copied.
     """
     storage = content.numbers(3).untyped_storage()
     placed = placement(map_location)(storage, location)
@@ -152,7 +152,7 @@ def test_a_checkpoint_io_reads_to_its_own_device_or_to_the_callers(tmp_path: Pat
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors:UserWarning")
 @pytest.mark.parametrize("map_location", [None, "cpu", torch.device("cpu")])
 def test_tensors_of_other_classes_are_read(map_location: Any, tmp_path: Path) -> None:
-    """Torch reads classes such as ``MaskedTensor`` only to a device that has a name."""
+    """A ``MaskedTensor`` is read, for which torch accepts only the name of a device."""
     checkpoint_io = RankZeroCheckpointIO(map_location, weights_only=False)
     masked = torch.masked.masked_tensor(content.numbers(3), torch.tensor([True, False, True]))
     checkpoint_io.save_checkpoint({"x": masked}, tmp_path / "it.ckpt")
@@ -170,7 +170,7 @@ class Raises:
 
 
 def refused(path: Path, **options: Any) -> str:
-    """Return the text of the error for a file that may be whole."""
+    """Return the text of the error for a file that may be intact."""
     with pytest.raises(CheckpointError, match="could not be read, but may be intact") as caught:
         content.restored(path, **options)
     assert caught.type is CheckpointError
@@ -179,9 +179,7 @@ def refused(path: Path, **options: Any) -> str:
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_class_that_raises_does_not_make_a_file_damaged(verify: bool, tmp_path: Path) -> None:
-    """The message has the class's error; if bytes are also wrong, it names those
-    instead.
-    """
+    """The message contains the error of the class, unless the file is also damaged."""
     path = tmp_path / "it.ckpt"
     options = {"weights_only": False, "verify": verify}
     torch.save({"it": Raises()}, path)
@@ -197,16 +195,14 @@ def read_with_little_memory(rank: int, world_size: int, path: Path) -> str:
 
 
 def test_too_little_memory_does_not_make_a_file_damaged(tmp_path: Path) -> None:
-    """The error names the free memory among what to check."""
+    """The error asks the user to check the free memory, among other things."""
     torch.save({"state_dict": {"weight": content.numbers(content.MAPPED)}}, tmp_path / "it.ckpt")
     [text] = run_ranks(read_with_little_memory, 1, tmp_path / "it.ckpt")
     assert text.endswith("; check its file system, its permissions and the free memory")
 
 
 def test_an_entry_is_read_without_running_code(tmp_path: Path) -> None:
-    """Also from a file of objects whose classes refuse arguments or lie in other
-    objects; a missing entry is None.
-    """
+    """It is found among objects of any class; a missing entry is ``None``."""
     path = tmp_path / "it.ckpt"
     harmful = content.WouldRun(tmp_path / "ran")
     entry = {"fit": 2, "words": ["a", None], "object": harmful}

@@ -24,7 +24,7 @@ from tests.integration.continuing import signalled
 
 
 def last_on_rank_zero(kind: training.Kind, directory: Path) -> dict[str, Any]:
-    """Resume from "last" with a directory that on rank 1 is another, empty one."""
+    """Resume from "last" in a directory that differs by rank, and is empty on rank 1."""
     callback = checkpointing.checkpoint_callback(
         kind, dirpath=directory / os.environ["RANK"], save_last=True
     )
@@ -51,30 +51,30 @@ class Distilled(L.Callback):
         self.ckpt_path = ckpt_path
 
 
-class Resumed(NamedTuple):
-    """The steps at which a run began and ended, and its warnings about files."""
-
-    first_step: int
-    last_step: int
-    skipped: list[str]
-
-
-def train_with_a_teacher(kind: training.Kind, directory: Path, teacher: Path) -> Resumed:
+def train_with_a_teacher(kind: training.Kind, directory: Path, teacher: Path) -> int:
+    """Return the step at which a run begins that has no checkpoint of its own."""
     trainer = checkpointing.trainer_for(kind, directory, None, [Distilled(teacher)], max_epochs=1)
-    first_step = checkpointing.fit_from(trainer, "last")["step"]
-    return Resumed(first_step, trainer.global_step, [])
+    first_step: int = checkpointing.fit_from(trainer, "last")["step"]
+    return first_step
 
 
 def test_last_ignores_a_file_that_a_users_callback_names(tmp_path: Path) -> None:
     """The run starts anew, although an attribute ``ckpt_path`` names a checkpoint."""
     checkpointing.train_and_save(tmp_path / "teacher.ckpt")
     ours, stock = training.on_both(train_with_a_teacher, tmp_path, tmp_path / "teacher.ckpt")
-    from_the_start = Resumed(first_step=0, last_step=4, skipped=[])
-    assert ours == stock == [from_the_start, from_the_start]
+    assert ours == stock == [0, 0]
 
 
 STEPS = 4  # of an epoch
 EPOCHS = 10  # so that the ranks have time to agree on a stop
+
+
+class Resumed(NamedTuple):
+    """The steps at which a run began and ended, and its warnings about files."""
+
+    first_step: int
+    last_step: int
+    skipped: list[str]
 
 
 def run_command(
@@ -122,8 +122,8 @@ def test_of_files_with_the_same_time_a_stop_checkpoint_is_the_newest(tmp_path: P
         assert newest_first(paths, written_last={stopped}) == [stopped, saved]
 
 
-def test_last_is_the_file_before_one_that_is_not_whole(tmp_path: Path) -> None:
-    """Rank 0 warns of the newest file, which is cut off; older versions also count."""
+def test_last_is_the_file_before_a_truncated_one(tmp_path: Path) -> None:
+    """Rank 0 warns of the newest file; a file with a version in its name also counts."""
     kept = tmp_path / "kept"
     stopped, _ = training.on_ranks("ours", run_until_stopped, tmp_path, kept)
     newest = kept / "last-preempted.ckpt"
@@ -208,12 +208,12 @@ def count_connections(server: socket.socket) -> int:
     return connections
 
 
-def test_one_request_is_sent_to_a_server_that_never_replies(tmp_path: Path) -> None:
-    """Each further request could take minutes, so all ranks raise the first one's error."""
+def test_a_server_that_never_replies_gets_one_request_of_each_rank(tmp_path: Path) -> None:
+    """Further requests could take minutes, so all ranks raise the error of rank 0's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}/run"
         errors = training.on_ranks("ours", refused_by_a_server, tmp_path, url)
-        assert count_connections(server) == 2, "one of each rank"
+        assert count_connections(server) == 2
     assert errors == [errors[0]] * 2
     assert errors[0].startswith(f"CheckpointError: cannot search {url} for checkpoints: ")
     assert "check that it can be reached, or pass the path of a checkpoint" in errors[0]

@@ -6,13 +6,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lightning_ddp_ext.integration.checkpoints.fit_identity import KEY, FitIdentity
-from lightning_ddp_ext.integration.checkpoints.last_search import choose
 from tests.harness.environment import Environment, by_srun
 from tests.harness.ranks import Outcome, launch_ranks, run_ranks
-from tests.harness.scripts import run_script
 from tests.integration import continuing
 
 
@@ -27,12 +22,12 @@ def train(
 ) -> bool:
     """Train in a directory that all jobs share; return whether the run resumed.
 
-    It can be stopped by the signal that announces the time limit of a job.
+    If ``is_stopped``, the signal that announces the time limit of a job stops the run.
     """
-    stop = continuing.signalled("on_train_batch_end", 1, signal.SIGUSR1, ranks=[1])
+    time_limit = continuing.signalled("on_train_batch_end", 1, signal.SIGUSR1, ranks=[1])
     run = continuing.Training(continuing.shuffled(), directory, strategy=strategy).run(
         max_epochs=2,
-        callbacks=[stop] if is_stopped else [],
+        callbacks=[time_limit] if is_stopped else [],
         default_root_dir=directory,
         ckpt_path=ckpt_path,
     )
@@ -48,7 +43,7 @@ def requeued(job: Environment) -> Environment:
     return {**job, "SLURM_RESTART_COUNT": "1"}
 
 
-def stop(directory: Path, job: Environment) -> Path:
+def stop_job(directory: Path, job: Environment) -> Path:
     """Stop a job that then has many versions of its checkpoint; return the newest one."""
     outcome, _ = launch(directory, job, is_stopped=True)
     assert outcome.result is False, outcome.story()
@@ -67,7 +62,7 @@ RESUMES_ONLY_WITH_LAST = "a requeued job only resumes with trainer.fit(..., ckpt
 def test_a_requeued_job_resumes_from_its_newest_file(tmp_path: Path) -> None:
     """As with stock, no ``ckpt_path`` is needed; a finished job leaves no file."""
     job = by_srun()
-    newest = stop(tmp_path, job)
+    newest = stop_job(tmp_path, job)
     outcomes = launch(tmp_path, requeued(job), is_stopped=False)
     assert [outcome.result for outcome in outcomes] == [True, True], outcomes[0].story()
     assert f"from the checkpoint path at {newest}\n" in outcomes[0].output
@@ -77,7 +72,7 @@ def test_a_requeued_job_resumes_from_its_newest_file(tmp_path: Path) -> None:
 
 def test_another_job_of_the_same_command_starts_from_the_beginning(tmp_path: Path) -> None:
     """A job that was requeued before it saved anything logs how to resume."""
-    newest = stop(tmp_path, by_srun())
+    newest = stop_job(tmp_path, by_srun())
     outcomes = launch(tmp_path, requeued(by_srun()), is_stopped=False)
     assert [outcome.result for outcome in outcomes] == [False, False], outcomes[0].story()
     assert RESUMES_ONLY_WITH_LAST in outcomes[0].output
@@ -91,35 +86,3 @@ def test_a_requeued_job_resumes_without_a_stop_checkpoint(tmp_path: Path) -> Non
     first_runs = run_ranks(train, 2, tmp_path, is_stopped=True, env=job, **options)
     next_runs = run_ranks(train, 2, tmp_path, is_stopped=False, env=requeued(job), **options)
     assert (first_runs, next_runs) == ([False, False], [True, True])
-
-
-def test_a_requeued_job_prefers_its_own_file_though_a_variable_has_changed(tmp_path: Path) -> None:
-    """Another job's file stays, even if that job had the same variables as this one now."""
-
-    def identity(job: str, value: str) -> FitIdentity:
-        return FitIdentity({}, {"NODE": value}, job, number=1)
-
-    own, other = (str(tmp_path / name) for name in ("own.ckpt", "other.ckpt"))
-    torch.save({KEY: identity("1", "before").to_entry()}, own)
-    torch.save({KEY: identity("2", "now").to_entry()}, other)
-    chosen = choose([other, own], set(), identity("1", "now")).chosen
-    assert chosen is not None
-    assert (chosen.path, chosen.changed) == (own, ["NODE"])
-
-
-PRINT_HASH = """
-    import sys
-
-    import lightning as L
-    from lightning_ddp_ext.integration.checkpoints.fit_identity import identify
-
-    model = L.LightningModule()
-    model.save_hyperparameters({"cfg": {"drop": {"a", "b", "c"}, "keep": ["d"]}})
-    sys.stdout.write(identify((model,), 1).facts["module.cfg"])
-"""
-
-
-def test_hyperparameters_with_sets_have_the_same_identity_in_each_process() -> None:
-    """The order of a set differs between processes."""
-    hashes = [run_script(PRINT_HASH, env={"PYTHONHASHSEED": seed}).output for seed in "123"]
-    assert len(set(hashes)) == 1, hashes
