@@ -2,10 +2,8 @@
 
 import os
 import random
-import signal
-import traceback
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -90,90 +88,50 @@ def test_a_killed_save_leaves_a_whole_checkpoint(background: bool, tmp_path: Pat
 
     The next start removes the leftover.
     """
-    [hits] = ranks.run_ranks(kill_writers, 1, tmp_path / "it.ckpt", background, time_limit=170)
+    path = tmp_path / "it.ckpt"
+    times = random.Random(1)
+    unfinished_saves = 2 if background else 0
+    first = 0
+    hits = 0
+    for _ in range(KILLS):
+        last_reported = kill_writer(path, background, first, times.uniform(0, 3))
+        leftovers = list(tmp_path.glob(".ddpx-*.partial"))
+        for leftover in leftovers:
+            os.utime(leftover, (0, 0))  # the next writer takes it for one of an hour ago
+        assert len(leftovers) <= 1, "those of earlier kills are removed when a writer starts"
+        assert {*tmp_path.iterdir()} <= {path, *leftovers}
+        hits += len(leftovers)
+        if not path.exists():
+            assert background, "its first save may not have ended"
+            assert first == 0
+            continue
+        saved = number_in_whole_file(path)
+        assert saved >= last_reported - unfinished_saves, "a finished save is not lost"
+        first = saved + 1
+    assert first > 0
     assert hits > FEWEST_HITS
 
 
-def kill_writers(rank: int, world_size: int, path: Path, background: bool) -> int:
-    """Fork one writer after another, kill each, and count the interrupted writes."""
-    times = random.Random(1)
-    number = 0
-    hits = 0
-    for _ in range(KILLS):
-        killed = kill_one(path, background, number, times.uniform(0, 3))
-        hits += killed.is_hit
-        number = 0 if killed.saved is None else killed.saved + 1
-    assert number > 0
-    return hits
+def kill_writer(path: Path, background: bool, first: int, saves: float) -> int:
+    """Kill a writer, which counts from ``first``, at about its ``saves``-th save.
 
-
-class KilledWriter(NamedTuple):
-    """What a killed writer left.
-
-    Attributes:
-        saved: the number in the checkpoint; ``None`` if it had not saved one.
-        is_hit: whether the kill interrupted a write.
+    Return the last number that it reported before.
     """
-
-    saved: int | None
-    is_hit: bool
-
-
-def kill_one(path: Path, background: bool, first: int, saves: float) -> KilledWriter:
-    """Kill a writer, which counts from ``first``, at about its ``saves``-th save."""
-    last = fork_and_kill(path, background, first, saves)
-    leftovers = list(path.parent.glob(".ddpx-*.partial"))
-    for leftover in leftovers:
-        os.utime(leftover, (0, 0))  # the next writer takes it for one of an hour ago
-    assert {*path.parent.iterdir()} <= {path, *leftovers}
-    assert len(leftovers) <= 1, "those of earlier kills are removed when a writer starts"
-    if not path.exists():  # in the background, the first save may not have ended
-        assert background
-        assert first == 0
-        return KilledWriter(None, is_hit=bool(leftovers))
-    number = number_in_whole_file(path)
-    unfinished_saves = 2 if background else 0
-    assert number >= last - unfinished_saves, "a finished save is not lost"
-    return KilledWriter(number, is_hit=bool(leftovers))
-
-
-def fork_and_kill(path: Path, background: bool, first: int, saves: float) -> int:
-    """Return the last number that the writer reported before its end."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            save_without_end(path, background, first, writer)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)  # an exception must not return into the parent's code
-    os.close(writer)
-    with os.fdopen(reader) as reports:
+    with ranks.RankProcesses(save_without_end, 1, path, background, first) as writer:
         for _ in range(int(saves) + 1):
-            last = int(reports.readline())
+            last: int = writer.wait_for("saved", rank=0)
         spin(saves % 1)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        writer.kill(0)
     return last
 
 
-def number_in_whole_file(path: Path) -> int:
-    content: dict[str, Any] = torch.load(path)
-    with Archive.open(path) as archive:
-        archive.check()
-    number = int(content["number"])
-    assert all(torch.all(content[name] == number) for name in NAMES), "the content is of one save"
-    return number
-
-
-def save_without_end(path: Path, background: bool, number: int, reports: int) -> None:
+def save_without_end(rank: int, world_size: int, path: Path, background: bool, number: int) -> None:
     """Save one checkpoint after another, each filled with its number."""
     io = RankZeroCheckpointIO(background=background)
     weights = {name: torch.full((50_000,), number) for name in NAMES}
     while True:
         io.save_checkpoint({"number": number, **weights}, path)
-        os.write(reports, b"%d\n" % number)
+        ranks.announce("saved", number)
         number += 1
         for weight in weights.values():
             weight.fill_(number)
@@ -183,3 +141,12 @@ def spin(share: float) -> None:
     """Let a share of the time of about one save pass, in work rather than in sleep."""
     for _ in range(int(share * 4)):
         torch.rand(100_000).sort()
+
+
+def number_in_whole_file(path: Path) -> int:
+    content: dict[str, Any] = torch.load(path)
+    with Archive.open(path) as archive:
+        archive.check()
+    number = int(content["number"])
+    assert all(torch.all(content[name] == number) for name in NAMES), "the content is of one save"
+    return number
