@@ -24,6 +24,7 @@ from lightning_ddp_ext.errors import (
 )
 
 MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
+_MapLocation = str | dict[str, str] | Callable[..., Any]
 # Takes a tensor's storage, mapped or in CPU memory, and the device that it was saved
 # from; returns the placed storage.
 Placement = Callable[[UntypedStorage, str], UntypedStorage]
@@ -61,21 +62,11 @@ def placement(map_location: MapLocation) -> Placement:
         ConfigurationError: ``map_location`` is not a device, a mapping of devices, or a
             callable.
     """
-    if map_location is None:
-        map_location = "cpu"
-    elif isinstance(map_location, (str, torch.device)):
-        map_location = _device(map_location)
-    elif isinstance(map_location, Mapping):
-        map_location = {_device(old): _device(new) for old, new in map_location.items()}
-    elif not callable(map_location):
-        raise ConfigurationError(
-            "map_location must be a device, a device name, a mapping of device names such as"
-            f" {{'cuda:0': 'cuda:1'}}, or a callable (got {map_location!r})"
-        )
+    chosen = _normalised(map_location)
 
     def place(storage: UntypedStorage, location: str) -> UntypedStorage:
         try:
-            return _placed(storage, location, map_location)
+            return _placed(storage, location, chosen)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition(". ")[0]
             raise CheckpointError(
@@ -86,22 +77,34 @@ def placement(map_location: MapLocation) -> Placement:
     return place
 
 
-def _placed(
-    storage: UntypedStorage,
-    location: str,
-    map_location: str | Mapping[str, str] | Callable[..., Any],
-) -> UntypedStorage:
-    """Return a storage on the device that is chosen for those saved from ``location``."""
+def _placed(storage: UntypedStorage, location: str, chosen: _MapLocation) -> UntypedStorage:
+    """Return a storage that was saved from ``location`` on its new device."""
     target = location
-    if callable(map_location):
-        placed = map_location(storage, location)
+    if callable(chosen):
+        placed = chosen(storage, location)
         if placed is not None:
             return placed  # type: ignore[no-any-return]
-    elif isinstance(map_location, Mapping):
-        target = map_location.get(location, location)
+    elif isinstance(chosen, dict):
+        target = chosen.get(location, location)
     else:
-        target = map_location
+        target = chosen
     return torch.serialization.default_restore_location(storage, target)  # type: ignore[no-any-return]
+
+
+def _normalised(map_location: MapLocation) -> _MapLocation:
+    """Return the name of a device, a dict of such names, or the user's callable."""
+    if map_location is None:
+        return "cpu"
+    if isinstance(map_location, (str, torch.device)):
+        return _device(map_location)
+    if isinstance(map_location, Mapping):
+        return {_device(old): _device(new) for old, new in map_location.items()}
+    if callable(map_location):
+        return map_location
+    raise ConfigurationError(
+        "map_location must be a device, a device name, a mapping of device names such as"
+        f" {{'cuda:0': 'cuda:1'}}, or a callable (got {map_location!r})"
+    )
 
 
 def _device(name: Any) -> str:
@@ -172,7 +175,7 @@ def _load(archive: Archive, options: LoadOptions, *, mmap: bool) -> Any:
     Files from before torch 1.6 are never mapped.
     """
     place: Placement | str = placement(options.map_location)
-    if options.map_location in (None, "cpu", torch.device("cpu")):
+    if _normalised(options.map_location) == "cpu":
         place = "cpu"  # torch refuses functions for tensors of classes with __torch_dispatch__
     own_options: dict[str, Any] = {"map_location": place, "mmap": mmap and bool(archive.records)}
     if options.weights_only is not None:

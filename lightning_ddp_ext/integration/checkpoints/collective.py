@@ -77,9 +77,16 @@ class Checkpoints:
             storage_options: passed to the ``checkpoint_io``.
             add_states: called on each rank before the content is written, with whether
                 this rank saves alone.
+
+        Raises:
+            CheckpointSaveError: an abort of NCCL may have made the weights wrong.
+            Exception: the error of rank 0's save, on every rank.
         """
         if self._weights_may_be_wrong():
-            self._refuse_wrong_weights(path)
+            refusal = _refusal_after_abort(path)
+            if not self.is_handling_exception:
+                raise CheckpointSaveError(refusal, path=path)
+            rank_zero_warn(refusal)  # the user already sees another error
             return False
         is_written = False
 
@@ -113,24 +120,6 @@ class Checkpoints:
             io.saver.deadline = seconds  # for background saves
         with delaying_forced_exit(seconds):
             io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-
-    def _refuse_wrong_weights(self, path: PathOrUrl) -> None:
-        """Raise because NCCL was aborted, or warn if the user already sees an error."""
-        context = current()
-        cause = None if context is None else context.peers.cause
-        who = (
-            "another rank"
-            if cause is None
-            else f"rank {cause.rank} (host {cause.host}, pid {cause.pid})"
-        )
-        sentence = (
-            f"cannot save checkpoint {os.fspath(path)}: NCCL was aborted after {who} failed, and a"
-            " queued optimiser step may have used the gradients of only some ranks; an existing"
-            " file is left untouched, so continue from the last checkpoint"
-        )
-        if not self.is_handling_exception:
-            raise CheckpointSaveError(sentence, path=path)
-        rank_zero_warn(sentence)
 
     def remove(self, path: PathOrUrl) -> None:
         """Remove a checkpoint on rank 0. Collective: every rank must call it."""
@@ -306,6 +295,22 @@ class Checkpoints:
         if context is None or current_run() is not None:
             return False
         return context.peers.cause_or_departure is not None
+
+
+def _refusal_after_abort(path: PathOrUrl) -> str:
+    """Return why nothing is saved after NCCL was aborted."""
+    context = current()
+    cause = None if context is None else context.peers.cause
+    who = (
+        "another rank"
+        if cause is None
+        else f"rank {cause.rank} (host {cause.host}, pid {cause.pid})"
+    )
+    return (
+        f"cannot save checkpoint {os.fspath(path)}: NCCL was aborted after {who} failed, and a"
+        " queued optimiser step may have used the gradients of only some ranks; an existing"
+        " file is left untouched, so continue from the last checkpoint"
+    )
 
 
 def _wait_at_end(what: str) -> None:
