@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import struct
 import tempfile
 from contextlib import ExitStack
@@ -141,8 +140,7 @@ def _create(names: ExitStack, descriptors: ExitStack) -> tuple[str, int]:
     The stacks remove the name and close the descriptor.
     """
     directory = _MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()
-    path = os.path.join(directory, f"lightning_ddp_ext-records-{secrets.token_hex(16)}")
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    descriptor, path = tempfile.mkstemp(prefix="lightning_ddp_ext-records-", dir=directory)
     names.callback(os.unlink, path)
     descriptors.callback(os.close, descriptor)
     return path, descriptor

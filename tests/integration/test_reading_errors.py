@@ -195,30 +195,3 @@ def test_a_rank_that_fails_while_others_restore_ends_all(
         else:
             assert outcome.exit_code != 0
             assert cause in outcome.story()
-
-
-def use_the_plugin_alone(kind: training.Kind, directory: Path, path: Path) -> None:
-    """Have a Trainer with only the plugin test, save to a file, train, and save to
-    another store.
-    """
-    alone, remote = (
-        training.make_trainer(
-            training.make_strategy(kind, directory), plugins=[RankZeroCheckpointIO()]
-        )
-        for _ in range(2)
-    )
-    alone.test(Net(), ckpt_path=path, verbose=False)
-    alone.save_checkpoint(directory / "alone.ckpt")
-    remote.fit(Net())
-    remote.save_checkpoint("memory://checkpoints/it.ckpt")
-
-
-def test_the_plugin_serves_a_stock_strategy_alone(path: Path, tmp_path: Path) -> None:
-    """`Trainer(strategy="ddp", plugins=[RankZeroCheckpointIO()])` tests, trains and
-    saves, also to other stores.
-
-    What it saves is what `load_from_checkpoint` takes.
-    """
-    training.on_ranks("stock", use_the_plugin_alone, tmp_path, path)
-    alone = Net.load_from_checkpoint(tmp_path / "stock" / "alone.ckpt")
-    training.assert_same(training.weights(alone), torch.load(path)["state_dict"])

@@ -173,3 +173,32 @@ def test_a_plain_state_dict_starts_a_run(kind: training.Kind, tmp_path: Path) ->
         training.assert_same(rank.state["weights"], saved)
         assert rank.state["step"] == 0
     assert [len(rank.lines) for rank in results] == [4, 0]
+
+
+def use_the_plugin_alone(kind: training.Kind, directory: Path, path: Path) -> None:
+    """Have a Trainer with only the plugin test, save to a file, train, and save to
+    another store.
+    """
+    alone, remote = (
+        training.make_trainer(
+            training.make_strategy(kind, directory), plugins=[RankZeroCheckpointIO()]
+        )
+        for _ in range(2)
+    )
+    alone.test(Net(), ckpt_path=path, verbose=False)
+    alone.save_checkpoint(directory / "alone.ckpt")
+    remote.fit(Net())
+    remote.save_checkpoint("memory://checkpoints/it.ckpt")
+
+
+def test_the_plugin_serves_a_stock_strategy_alone(tmp_path: Path) -> None:
+    """`Trainer(strategy="ddp", plugins=[RankZeroCheckpointIO()])` tests, trains and
+    saves, also to other stores.
+
+    What it saves is what `load_from_checkpoint` takes.
+    """
+    path = tmp_path / "it.ckpt"
+    checkpointing.train_and_save(path)
+    training.on_ranks("stock", use_the_plugin_alone, tmp_path, path)
+    alone = Net.load_from_checkpoint(tmp_path / "stock" / "alone.ckpt")
+    training.assert_same(training.weights(alone), torch.load(path)["state_dict"])
