@@ -57,6 +57,14 @@ class _Found:
 class RunFiles:
     """The stop and rescue checkpoints of a strategy's Trainer.
 
+    In a run, the methods are called in this order:
+
+    1. :meth:`count_fit` and :meth:`resolve_last`, on each rank, before the ranks connect
+    2. :meth:`raise_search_error`, on rank 0, when they have connected
+    3. :meth:`chosen`, on each rank, when the Trainer restores a file
+    4. :meth:`place` and :meth:`identify_stop`, if the ranks are stopped
+    5. :meth:`remove_obsolete`, on each rank, at the end
+
     Args:
         stop: the name or path of the stop checkpoint; ``None`` if none is saved.
         rescue: the name or path of the rescue checkpoint; ``None`` if none is saved.
@@ -78,7 +86,8 @@ class RunFiles:
         self._fit_number = IN_A_HOOK
         self.identity = FitIdentity()
         self._entries: dict[str, dict[str, Any]] = {}  # of stop checkpoints, by path
-        self._found: _Found | None = None  # after a search on rank 0, whose search counts
+        # The result of the last search: a file or none on rank 0, or an error.
+        self._found: _Found | None = None
         self._search_error: CheckpointError | None = None
 
     @contextmanager
@@ -105,7 +114,7 @@ class RunFiles:
     def place(self, name: PathOrUrl | None, trainer: Any) -> str | None:
         """Return a path for a file at which no file of another fit is replaced.
 
-        A SLURM job's number is part of it, because jobs that SLURM stops together may
+        Rank 0 calls this for all ranks. A SLURM job's number is part of it, because jobs that SLURM stops together may
         share a directory. Without a name, return ``None``.
         """
         if name is None:
@@ -155,8 +164,14 @@ class RunFiles:
     ) -> tuple[Any, ...]:
         """Replace ``ckpt_path="last"`` in a Trainer function's arguments by a path.
 
-        Without a file the arguments are unchanged. An error is not raised before the ranks
-        have connected, see :meth:`raise_search_error`.
+        Without a file the arguments are unchanged. In a requeued SLURM job, rank 0 also
+        looks for the job's file if no argument asks for one. An error is kept for
+        :meth:`raise_search_error`: the other ranks may already be connecting.
+
+        Args:
+            args: the arguments of the Trainer's function.
+            trainer: the Trainer; ``None`` if a user starts ranks without one.
+            is_rank_zero: whether this rank's search counts.
         """
         if trainer is None:
             return args
@@ -177,7 +192,11 @@ class RunFiles:
         return args
 
     def raise_search_error(self) -> None:
-        """Raise the error that ended this rank's search, if any."""
+        """Raise the error that ended this rank's search, if any.
+
+        Raises:
+            CheckpointError: a store did not answer, or a URL is invalid.
+        """
         if self._search_error is not None:
             raise self._search_error
 
@@ -246,7 +265,8 @@ class RunFiles:
 
         Otherwise the same command would resume from them every time. Files that changed
         since then are kept. A fit that a callback stopped may be continued, and a trial run
-        with ``fast_dev_run`` or without batches has not continued it.
+        with ``fast_dev_run`` or without batches has not continued it. Only rank 0, which
+        has searched, removes anything.
         """
         if trainer is None:
             return  # in a process that starts ranks
