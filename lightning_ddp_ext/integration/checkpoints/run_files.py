@@ -114,8 +114,8 @@ class RunFiles:
     def place(self, name: PathOrUrl | None, trainer: Any) -> str | None:
         """Return a path for a file at which no file of another fit is replaced.
 
-        Rank 0 calls this for all ranks. A SLURM job's number is part of it, because jobs that SLURM stops together may
-        share a directory. Without a name, return ``None``.
+        Rank 0 calls this for all ranks. A SLURM job's number is part of it, because jobs
+        that SLURM stops together may share a directory. Without a name, return ``None``.
         """
         if name is None:
             return None
