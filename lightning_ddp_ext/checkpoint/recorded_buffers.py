@@ -28,7 +28,7 @@ class RecordedBuffers:
     """The buffers in a module's checkpoints, except big, sparse and missing ones."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._owners_and_names = _smallest_within(_MAX_TOTAL_BYTES, saved_buffers(module))
+        self._owners_and_names = _smallest(saved_buffers(module))
         self._identities: list[Any] = []  # at the last read
 
     def tensors(self) -> list[Tensor]:
@@ -121,16 +121,14 @@ def saved_buffers(module: nn.Module) -> Iterator[tuple[int, nn.Module, str]]:
                 yield buffer.nbytes, owner, name
 
 
-def _smallest_within(
-    limit: int, saved: Iterator[tuple[int, nn.Module, str]]
-) -> list[tuple[nn.Module, str]]:
-    """Return owner and name of the smallest buffers, of ``limit`` bytes in total."""
+def _smallest(saved: Iterator[tuple[int, nn.Module, str]]) -> list[tuple[nn.Module, str]]:
+    """Return owner and name of the smallest buffers, up to a limit of their total size."""
     by_size = sorted(saved, key=lambda buffer: buffer[0])
     totals = accumulate(size for size, _, _ in by_size)
     return [
         (owner, name)
         for (_, owner, name), total in zip(by_size, totals, strict=True)
-        if total <= limit
+        if total <= _MAX_TOTAL_BYTES
     ]
 
 

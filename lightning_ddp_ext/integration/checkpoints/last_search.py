@@ -63,11 +63,6 @@ class Candidate:
         """The environment variables that the saving run had differently."""
         return [] if self.saved_by is None else self.saved_by.changed_variables
 
-    @property
-    def is_damaged(self) -> bool:
-        """Whether the file cannot be used, now or later."""
-        return isinstance(self.error, UNUSABLE)
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -114,14 +109,13 @@ def choose(paths: list[str], only_ours: set[str], identity: FitIdentity) -> Choi
     candidates = [read_candidate(path, identity) for path in paths]
     owners = _find_owners(candidates, only_ours)
     free = [file for file in candidates if not owners[file.path]]
-    usable = [file for file in free if not file.is_damaged]
-    if not usable:
-        # Reading a damaged file raises the reason on every rank.
-        return Choice(next(iter(free), None), [], owners)
-    chosen = usable[0]
-    # A run in another environment may still need its files.
-    obsolete = [] if chosen.changed else [file.path for file in usable if file.is_of_fit]
-    return Choice(chosen, obsolete, owners)
+    usable = [file for file in free if not isinstance(file.error, UNUSABLE)]
+    # If all are damaged, reading the newest one raises the reason on every rank.
+    chosen = next(iter(usable or free), None)
+    if chosen is None or chosen.changed:
+        # A run in another environment may still need its files.
+        return Choice(chosen, [], owners)
+    return Choice(chosen, [file.path for file in usable if file.is_of_fit], owners)
 
 
 def read_candidate(path: str, identity: FitIdentity) -> Candidate:

@@ -20,13 +20,24 @@ _UNANSWERED = (TimeoutError, ConnectionError, socket.gaierror)
 
 
 def matching_files(directory: str, pattern: re.Pattern[str], *, if_refused: str) -> set[str]:
-    """Return the files whose names match, or ``{if_refused}`` if listing is refused."""
+    """Return the paths or URLs of the files in a directory whose names match.
+
+    A missing directory has none. If listing is refused, return ``{if_refused}``.
+
+    Raises:
+        CheckpointError: the store does not answer.
+    """
     try:
-        files = _files_in(directory)
+        location = _locate_anew(directory)
+        listed = location.fs.ls(location.path, detail=False)
+    except (FileNotFoundError, NotADirectoryError, NotImplementedError):
+        return set()
     except Exception as error:  # each kind of store raises its own errors
         raise_if_unanswered(directory, error)
         return {if_refused}
-    return {path for path in files if pattern.fullmatch(os.path.basename(path))}
+    # Only the names, because a file system lists paths without the protocol of a URL.
+    names = map(os.path.basename, listed)
+    return {os.path.join(directory, name) for name in names if pattern.fullmatch(name)}
 
 
 def modification_time(path: str) -> float | None:
@@ -75,19 +86,6 @@ def raise_if_unanswered(path: str, error: BaseException) -> None:
             f"cannot search {path} for checkpoints: {reason_of(error)}; check that it can be"
             " reached, or pass the path of a checkpoint as ckpt_path"
         ) from error
-
-
-def _files_in(directory: str) -> list[str]:
-    """Return the paths or URLs of the files in a directory, also if it does not exist.
-
-    A file system lists them without the protocol of a URL.
-    """
-    location = _locate_anew(directory)
-    try:
-        listed = location.fs.ls(location.path, detail=False)
-    except (FileNotFoundError, NotADirectoryError, NotImplementedError):
-        return []
-    return [os.path.join(directory, os.path.basename(path)) for path in listed]
 
 
 def _locate_anew(path: str) -> Location:
