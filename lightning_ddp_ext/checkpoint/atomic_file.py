@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_NAME = re.compile(r"\.ddpx-([0-9a-f]{16}\.partial|[0-9a-f]+\.link)")
+_NAME = re.compile(r"\.ddpx-[0-9a-f]{16}\.partial")
 _LEFT_BEHIND_AFTER = 3600.0
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 
@@ -64,7 +64,7 @@ def atomic_write(path: Path) -> Iterator[Sink]:
             disk.
         OSError: the system's own error; nothing has changed.
     """
-    partial = _temporary(path, "partial")
+    partial = _temporary(path)
     # O_EXCL does not follow a link that another user may have created there.
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -94,7 +94,7 @@ def atomic_symlink(target: Path, path: Path) -> None:
     Raises:
         OSError: the system's own error.
     """
-    temporary = _temporary(path, "link")
+    temporary = _temporary(path)
     os.symlink(os.path.relpath(target, path.parent), temporary)
     try:
         os.replace(temporary, path)
@@ -103,8 +103,8 @@ def atomic_symlink(target: Path, path: Path) -> None:
         raise
 
 
-def _temporary(path: Path, suffix: str) -> Path:
-    return path.parent / f".ddpx-{secrets.token_hex(8)}.{suffix}"
+def _temporary(path: Path) -> Path:
+    return path.parent / f".ddpx-{secrets.token_hex(8)}.partial"
 
 
 def _sync_directory(directory: Path) -> None:
