@@ -16,6 +16,7 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 from ..private.compat import checkpoint_of_requeued_job, chosen_directory_of
 from ..private.lightning_tree import SLURMEnvironment, pl
+from .fit_identity import command
 from .stored_files import matching_files
 
 
@@ -34,19 +35,19 @@ def check_file_name(field: str, name: Any) -> None:
         )
 
 
-def path_of_run_file(name: PathOrUrl, command: str, trainer: Any) -> str:
+def path_of_run_file(name: PathOrUrl, trainer: Any) -> str:
     """Return the path of a checkpoint that no callback saves.
 
-    The command that ``command`` names finds the file there again. A path is kept; a
-    file name is placed next to the other checkpoints. If a logger chooses the directory
-    of these, possibly a new one in each run, the file is placed in a directory of this
-    command under the default root directory.
+    The same command finds the file there again. A path is kept; a file name is placed
+    next to the other checkpoints. If a logger chooses the directory of these, possibly
+    a new one in each run, the file is placed in a directory of this command under the
+    default root directory.
     """
     path = os.fspath(name)
     if os.path.dirname(path):
         return _canonical(path)
     if _follows_logger(trainer):
-        directory = os.path.join(trainer.default_root_dir, "checkpoints", command)
+        directory = os.path.join(trainer.default_root_dir, "checkpoints", command())
     else:
         directory = _checkpoint_directory(trainer)
     return _canonical(os.path.join(directory, path))

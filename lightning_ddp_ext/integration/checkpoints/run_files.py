@@ -23,7 +23,7 @@ from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.rendezvous.runs import current_run
 
 from ..private.lightning_tree import SLURMEnvironment, TrainerStatus, rank_zero_info
-from .fit_identity import IN_A_HOOK, KEY, FitIdentity, command, identify
+from .fit_identity import IN_A_HOOK, KEY, FitIdentity, identify
 from .last_search import UNUSABLE, choose, newest_first, read_candidate
 from .paths import (
     check_file_name,
@@ -119,7 +119,7 @@ class RunFiles:
         """
         if name is None:
             return None
-        path = path_of_run_file(name, command(), trainer)
+        path = path_of_run_file(name, trainer)
         path = versioned(path, int(os.environ.get("SLURM_JOB_ID") or 0))
         versions = (versioned(path, number) for number in count())
         return next(version for version in versions if self._may_replace(version))
@@ -215,7 +215,7 @@ class RunFiles:
         """
         own: set[str] = set()
         for name in self._names:
-            own |= versions_of(path_of_run_file(name, command(), trainer))
+            own |= versions_of(path_of_run_file(name, trainer))
         of_lightning = files_that_last_means(trainer)
         paths = newest_first(own | of_lightning, written_last=own)
         if not is_rank_zero:
@@ -235,7 +235,7 @@ class RunFiles:
 
         As with stock, no argument has to ask for it.
         """
-        versions = versions_of(path_of_run_file(self.requeue_name, command(), trainer))
+        versions = versions_of(path_of_run_file(self.requeue_name, trainer))
         files = [read_candidate(path, self.identity) for path in newest_first(versions)]
         requeued = [
             file.path
