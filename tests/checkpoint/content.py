@@ -1,6 +1,4 @@
-"""Make checkpoints with tensors of each kind, compare them, and damage their files as a
-faulty disk does.
-"""
+"""Make checkpoints with tensors of each kind, compare them, and damage their files."""
 
 import os
 import warnings
@@ -64,9 +62,7 @@ def kinds() -> dict[str, Tensor]:
 
 
 def unusual() -> dict[str, Any]:
-    """Return tensors that need ``weights_only=False`` or have a history, and objects
-    with tensors.
-    """
+    """Return tensors and objects of which most need ``weights_only=False``."""
     leaf = numbers(100, 80).requires_grad_()
     tagged = numbers(5000)
     tagged.other = numbers(6000)
@@ -93,9 +89,7 @@ def unusual() -> dict[str, Any]:
 
 
 def facts(value: Any) -> Any:
-    """Return a value that is equal for checkpoints that are equal to the last bit, with
-    types, layouts and views.
-    """
+    """Return all that is compared of a checkpoint: every bit, and types, layouts, views."""
     if isinstance(value, Tensor):
         return type(value), (
             [facts(part) for part in value.unbind()] if value.is_nested else _of_tensor(value)
@@ -135,15 +129,13 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two checkpoints are equal, without the megabytes that a failed comparison
-    of ``facts`` would print.
-    """
+    """Whether two checkpoints are equal; a failed ``assert`` of it prints no megabytes."""
     return bool(facts(left) == facts(right))
 
 
 def restored(path: Path, *, map_weights: bool = False, **options: Any) -> Any:
     """Return the checkpoint as a single rank restores it."""
-    return restore(locate(path), Ranks(), LoadOptions(**options), map_weights=map_weights)[0]
+    return restore(locate(path), Ranks(), LoadOptions(**options), map_weights=map_weights).content
 
 
 def flip(path: Path, record: str) -> Path:

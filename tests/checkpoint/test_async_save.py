@@ -185,8 +185,9 @@ def test_an_error_is_raised_once_whenever_it_occurs(
 def test_a_save_in_the_foreground_does_not_hide_that_the_one_before_it_failed(
     failing: Failing, tmp_path: Path
 ) -> None:
-    """The save of the file in which a started rank hands over its weights raises the
-    error, and the last good checkpoint is kept.
+    """The foreground save raises the error, and the last good checkpoint is kept.
+
+    A started rank hands over its weights in such a file.
     """
     checkpoint_io = RankZeroCheckpointIO(background=True)
     last = tmp_path / "last.ckpt"
@@ -252,9 +253,7 @@ def test_an_error_that_is_not_raised_is_logged(work: Callable[[int, int], None])
 
 
 def test_every_kind_of_tensor_is_taken() -> None:
-    """The snapshot has the values of its moment, accepts what a save in the foreground
-    accepts, and is saved exactly like the original.
-    """
+    """A snapshot is saved exactly like the original, with the values of its moment."""
     content = kinds() | unusual()
     taken = Buffer().snapshot(content)
     for name, tensor in kinds().items():

@@ -27,9 +27,7 @@ from tests.checkpoint.content import kinds, same, without_checksums
 def url(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """Return a new path in a missing directory: on the disk, and in an object store in
-    memory.
-    """
+    """Return a path in a missing directory: on the disk, or in a store in memory."""
     monkeypatch.chdir(tmp_path)
     store = MemoryFileSystem()
     urls = {
@@ -65,8 +63,9 @@ def test_a_store_may_not_count_what_it_writes(monkeypatch: pytest.MonkeyPatch) -
 def test_a_new_file_is_whole_and_has_its_own_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It follows the umask and replaces a symbolic link, also where the system writes a
-    few bytes at a time.
+    """It follows the umask and replaces a symbolic link instead of the link's target.
+
+    The system may write only a few bytes at a time.
     """
     path = tmp_path / "it.ckpt"
     other = tmp_path / "other"
@@ -80,11 +79,9 @@ def test_a_new_file_is_whole_and_has_its_own_mode(
     finally:
         os.umask(umask)
     assert same(loaded(str(path)), kinds())
-    assert (path.is_symlink(), stat.S_IMODE(path.stat().st_mode), other.read_bytes()) == (
-        False,
-        0o600,
-        b"other",
-    )
+    assert not path.is_symlink()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert other.read_bytes() == b"other"
 
 
 def test_checksums_are_recorded_with_any_setting_of_torch(tmp_path: Path) -> None:
@@ -171,9 +168,7 @@ def test_what_killed_saves_left_behind_is_removed_after_an_hour(tmp_path: Path) 
     ],
 )
 def test_paths_that_cannot_be_written_to(tmp_path: Path, path: str, number: int, says: str) -> None:
-    """A directory at the path, a file in its way, a name that is too long: each is
-    named, and nothing is left.
-    """
+    """The error has the system's reason and number, and no file is left behind."""
     (tmp_path / "directory").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointSaveError, match=says) as caught:

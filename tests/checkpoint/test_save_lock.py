@@ -32,9 +32,7 @@ def save_slowly(rank: int, world_size: int, path: str) -> None:
 
 
 def test_a_rank_waits_for_the_save_of_another(tmp_path: Path) -> None:
-    """It raises an error if the save takes longer than allowed, and does not save again
-    what the other rank has saved.
-    """
+    """It raises an error if that takes longer than allowed, and otherwise does not save."""
     path = str(tmp_path / "it.ckpt")
     with RankProcesses(save_slowly, 1, path) as ranks:
         ranks.wait_for("saving", 0)

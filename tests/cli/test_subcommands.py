@@ -21,7 +21,7 @@ from tests.harness.scripts import run_on_ranks
 
 
 def run(*arguments: str | Path) -> CompletedProcess[str]:
-    """`lightning-ddp-ext arguments`."""
+    """Run `lightning-ddp-ext` with these arguments in this process."""
     stdout = io.StringIO()
     stderr = io.StringIO()
     with (
@@ -59,8 +59,9 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_files_are_verified(path: Path, tmp_path: Path) -> None:
-    """Each file gets a sentence that names damaged records; the status is 0 only if all
-    are intact; no code of a file runs.
+    """Each file gets a sentence, which names damaged records, and none of its code runs.
+
+    The status is 0 only if all files are intact.
     """
     good = save(path)
     bad = save(tmp_path / "bad.ckpt", it=WouldRun(tmp_path / "ran"))
@@ -129,7 +130,7 @@ def test_an_unusable_file_gets_one_sentence(
     ],
 )
 def test_a_file_that_cannot_be_read_is_not_called_damaged(path: str, says: str) -> None:
-    """The sentence names the obstacle, and the status is 1."""
+    """The sentence names the system's or the library's error, and the status is 1."""
     ended = run("checkpoint", "verify", path)
     assert ended.returncode == 1
     assert says in ended.stderr
@@ -174,7 +175,7 @@ def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_env_reports_contradictory_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are an error with the message of a run, and the status is 1."""
+    """The error is that of a run with these variables, and the status is 1."""
     for name, value in {**LAUNCHED, "RANK": "4"}.items():
         monkeypatch.setenv(name, value)
     ended = run("env")
@@ -196,9 +197,7 @@ def command(tmp_path: Path) -> Path:
 def test_ranks_connect_reduce_save_verify_and_restore(
     world_size: int, command: Path, tmp_path: Path
 ) -> None:
-    """Two ranks, started by the command itself or by a launcher; only rank 0 prints,
-    and only its verdict.
-    """
+    """The command itself or a launcher starts two ranks; rank 0 prints what has passed."""
     output = run_on_ranks(command, "test", cwd=tmp_path, world_size=world_size)
     # On a busy machine the launching process waits for the other rank and prints that;
     # torch warns if lo has no name, and a library of torch 2.15 reports leaks at exit.
