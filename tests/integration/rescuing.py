@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.harness import training
-from tests.harness.outcomes import Outcome, stories
-from tests.harness.ranks import launch_ranks
+from tests.harness.ranks import Outcome, launch_ranks, stories
 
 NAME = "last-rescued.ckpt"
 EPOCHS = 3

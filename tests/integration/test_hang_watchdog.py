@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ddp_ext import HangWatchdog
 from lightning_ddp_ext.errors import RankHungError
 from tests.harness import rank_process, ranks, training
-from tests.harness.outcomes import Outcome, output_of_all
+from tests.harness.ranks import Outcome, output_of_all
 from tests.harness.training import Linear, Rows
 from tests.supervision import model as supervision
 

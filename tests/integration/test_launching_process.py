@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from lightning_ddp_ext import DDPExtStrategy
-from tests.harness.outcomes import Outcome
-from tests.harness.ranks import free_port, run_ranks
+from tests.harness.ranks import Outcome, free_port, run_ranks
 from tests.harness.scripts import run_script
 from tests.harness.training import Net, make_trainer
 

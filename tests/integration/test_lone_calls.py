@@ -26,7 +26,7 @@ from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import RankAbsentError, RankFailedError, RankHungError
 from lightning_ddp_ext.rendezvous.process_context import current
 from tests.harness import ranks, training
-from tests.harness.outcomes import Outcome, stories
+from tests.harness.ranks import Outcome, stories
 from tests.harness.training import Net
 
 PLACE = r"\(.*test_lone_calls.py:\d+\)"

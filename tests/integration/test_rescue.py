@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_ddp_ext import RankZeroCheckpointIO
 from lightning_ddp_ext.checkpoint import rank_records
 from tests.harness import ranks, training
-from tests.harness.outcomes import stories
+from tests.harness.ranks import stories
 from tests.harness.scripts import run_script
 from tests.integration import rescuing
 from tests.integration.rescuing import FaultyIO, Kill, Net, Plan

@@ -18,7 +18,7 @@ from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import GroupInUseError
 from tests.harness import ranks, training
 from tests.harness.environment import environment_of, free_port
-from tests.harness.outcomes import output_of_all
+from tests.harness.ranks import output_of_all
 from tests.harness.scripts import run_script
 from tests.harness.training import Net
 from tests.supervision import model as supervision
