@@ -3,44 +3,93 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.harness.scripts import run_script
 
-_HERE = Path(__file__).parent
+TRAIN = Path(__file__).with_name("train.py")
+# A Hydra application, which may run several jobs, one after another.
+HYDRA_APP = """
+import hydra
+import torch
+from hydra.core.config_store import ConfigStore
+from lightning import pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
 
-# Each script, and its arguments with {} in the place of the strategy's name.
+import lightning_ddp_ext
+from tests.programs.train import ON_TWO_RANKS, LightningNumbers
+
+ConfigStore.instance().store("app", {"strategy": "ddp", "lr": 0.1})
+
+
+class Model(BoringModel):
+    def __init__(self, lr):
+        super().__init__()
+        self.lr = lr
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+@hydra.main(version_base=None, config_name="app")
+def main(config):
+    pl.seed_everything(1)
+    trainer = pl.Trainer(
+        strategy=config.strategy,
+        max_epochs=1,
+        limit_train_batches=8,
+        logger=False,
+        callbacks=[LightningNumbers()],
+        **ON_TWO_RANKS,
+    )
+    trainer.fit(Model(config.lr))
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+class Program(NamedTuple):
+    """A script, by its path or its text, and its arguments, with {} in the place of the
+    strategy's name.
+    """
+
+    script: Path | str
+    arguments: list[str]
+
+
 PROGRAMS = {
-    "chemprop": ["train", "chemprop", "{}"],
-    "scvi-tools": ["train", "scvi", "{}"],
-    "darts": ["train", "darts", "{}"],
-    "pytorch-forecasting": ["train", "pytorch_forecasting", "{}"],
-    "neuralforecast": ["train", "neuralforecast", "{}"],
-    "gluonts": ["train", "gluonts", "{}"],
-    "LightningCLI": ["train", "lightning_cli", "{}"],
-    "Hydra": ["train_hydra", "strategy={}"],
-    "Hydra's multirun": ["train_hydra", "--multirun", "strategy={}", "lr=0.1,0.01"],
-    "Optuna": ["train", "optuna", "{}"],
+    "chemprop": Program(TRAIN, ["chemprop", "{}"]),
+    "scvi-tools": Program(TRAIN, ["scvi", "{}"]),
+    "darts": Program(TRAIN, ["darts", "{}"]),
+    "pytorch-forecasting": Program(TRAIN, ["pytorch_forecasting", "{}"]),
+    "neuralforecast": Program(TRAIN, ["neuralforecast", "{}"]),
+    "gluonts": Program(TRAIN, ["gluonts", "{}"]),
+    "LightningCLI": Program(TRAIN, ["lightning_cli", "{}"]),
+    "Hydra": Program(HYDRA_APP, ["strategy={}"]),
+    "Hydra's multirun": Program(HYDRA_APP, ["--multirun", "strategy={}", "lr=0.1,0.01"]),
+    "Optuna": Program(TRAIN, ["optuna", "{}"]),
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_has_the_numbers_of_ddp(program: str) -> None:
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program_has_the_numbers_of_ddp(program: Program) -> None:
     """Each training of the program ends with stock's parameters, steps and metrics."""
-    script, *words = PROGRAMS[program]
-    stock = numbers(script, [word.format("ddp") for word in words])
-    ours = numbers(script, [word.format("ddp_ext") for word in words])
+    stock = numbers(program, "ddp")
+    ours = numbers(program, "ddp_ext")
     assert stock, "the program did not train"
     assert ours == stock
 
 
-def numbers(script: str, words: list[str]) -> list[dict[str, Any]]:
-    """Return the numbers of each training of the script; fail unless the script succeeds
-    and all trainings use two ranks.
+def numbers(program: Program, strategy: str) -> list[dict[str, Any]]:
+    """Return the numbers of each training of the program; fail unless it succeeds and
+    all trainings use two ranks.
     """
-    outcome = run_script(_HERE / f"{script}.py", *words)
+    arguments = [argument.format(strategy) for argument in program.arguments]
+    outcome = run_script(program.script, *arguments)
     assert outcome.exit_code == 0, outcome.story()
     lines = re.findall(r"^numbers (.*)$", outcome.output, re.MULTILINE)
     trainings = [json.loads(line) for line in lines]
