@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtStrategy
 from tests.harness.scripts import print_line
-from tests.harness.training import At, Net, data, make_trainer
-from tests.launchers.train import fingerprint
+from tests.harness.training import At, Net, data, fingerprint, make_trainer
 
 STEPS = 200  # a signal of SLURM takes some tenths of a second to arrive
 

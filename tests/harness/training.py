@@ -3,6 +3,7 @@ results.
 """
 
 import gc
+import hashlib
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -150,6 +151,12 @@ def fit(
 def weights(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of the parameters and buffers, which later steps do not change."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Return a hash of the weights."""
+    weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
 
 
 class At(L.Callback):

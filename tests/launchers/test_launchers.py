@@ -1,22 +1,27 @@
 """Training with each launcher and init method, on one node and on two, equals stock.
 
-Processes of the harness are the script, or the launcher that starts it: they have
-imported torch and Lightning already.
+This module is also the script that is launched. Processes of the harness are the
+script, or the launcher that starts it: they have imported torch and Lightning already.
 """
 
-import functools
 import json
+import os
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch.distributed as dist
 import torch.distributed.run
 
+from lightning_ddp_ext import DDPExtStrategy
+from lightning_ddp_ext.rendezvous.process_context import leave
 from tests.harness.environment import by_mpirun, by_srun, loopback
 from tests.harness.network import Network
 from tests.harness.ranks import (
@@ -26,12 +31,89 @@ from tests.harness.ranks import (
     launch_ranks,
     output_of_all,
 )
-from tests.harness.training import Kind, make_strategy, on_ranks
-from tests.launchers import train
+from tests.harness.scripts import print_line
+from tests.harness.training import At, Kind, Net, fingerprint, make_strategy, make_trainer, on_ranks
 
 METHODS = ("env", "tcp", "file")
-SCRIPT = str(Path(train.__file__))
 ROOT = str(Path(__file__).parents[2])
+
+# The script. Its only argument has the options of ``main`` as JSON. It prints reports as
+# lines of JSON: "trained" on each rank at the end of training, and "returned" in each
+# process after the calls of the Trainer.
+
+
+def main(
+    urls: Sequence[str | None],
+    calls: Sequence[str] = ("fit",),
+    death: dict[str, int] | None = None,
+    strategy: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Train once for each URL; the ranks disconnect before each training.
+
+    Args:
+        urls: the init methods; ``None`` for no choice.
+        calls: the methods of each Trainer that are called; the first one is ``fit``.
+        death: the "rank" that is killed in the second step, the number of torchrun's
+            "restart", and the index of the "run" among the trainings; by default none.
+        strategy: further options of the strategy.
+        options: the Trainer's options.
+    """
+    for run, url in enumerate(urls):
+        leave()
+        kill = At("on_train_batch_start", partial(die, death, run), earlier=1)
+        tell = At("on_train_end", partial(report_rank, run, url))
+        chosen = {**(strategy or {}), **({} if url is None else {"init_method": url})}
+        ours = DDPExtStrategy(**chosen) if chosen else "ddp_ext"
+        weights, results = learn(ours, calls, callbacks=[kill, tell], **options)
+        report("returned", run=run, weights=weights, results=results)
+
+
+def learn(strategy: Any, calls: Sequence[str], **options: Any) -> tuple[str, list[Any]]:
+    """Call a Trainer's methods, of which the first is ``fit``.
+
+    Return the fingerprint of the weights, and the results of the methods after ``fit``.
+    """
+    L.seed_everything(5)
+    model = Net()
+    trainer = make_trainer(strategy, **options)
+    _, *results = [getattr(trainer, name)(model) for name in calls]
+    return fingerprint(model), results
+
+
+def die(death: dict[str, int] | None, run: int, trainer: L.Trainer) -> None:
+    """Kill this process if ``death`` names its rank, restart and run."""
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if death == {"rank": trainer.global_rank, "restart": restart, "run": run}:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def report_rank(run: int, url: str | None, trainer: L.Trainer) -> None:
+    """Report this rank's place and weights, and how it found the others."""
+    place = {
+        "world_size": trainer.world_size,
+        "local_rank": trainer.local_rank,
+        "node_rank": trainer.node_rank,
+    }
+    scheme, _, path = (url or "").partition("://")
+    files = os.listdir(os.path.dirname(path)) if scheme == "file" else []
+    report(
+        "trained",
+        run=run,
+        rank=trainer.global_rank,
+        place=place,
+        pid=os.getpid(),
+        weights=fingerprint(trainer.lightning_module),
+        files=files,
+        has_address="MASTER_ADDR" in os.environ,
+    )
+
+
+def report(what: str, **facts: Any) -> None:
+    print_line(json.dumps({"what": what, **facts}))
+
+
+# The tests.
 
 
 class Runs:
@@ -54,7 +136,7 @@ class Runs:
         self._urls = {method: made[method] for method in methods}
 
     def argument(self, **options: Any) -> str:
-        """Return the script's argument, with further options of ``train.main``."""
+        """Return the script's argument, with further options of ``main``."""
         urls = [None if method == "none" else url for method, url in self._urls.items()]
         return json.dumps({"urls": urls, "devices": 2, "num_nodes": self._nodes, **options})
 
@@ -106,7 +188,7 @@ class Runs:
         assert all(report["files"] == files for report in trained), trained
 
 
-@functools.cache
+@cache
 def learned_with_stock(world_size: int) -> tuple[str, list[Any]]:
     """Return the fingerprint of the weights and the test results with stock ``ddp``."""
     with tempfile.TemporaryDirectory() as directory:
@@ -117,7 +199,7 @@ def learned_with_stock(world_size: int) -> tuple[str, list[Any]]:
 
 def learn_as(kind: Kind, directory: Path) -> tuple[str, list[Any]]:
     strategy = make_strategy(kind, directory)
-    weights, results = train.learn(strategy, ("fit", "test"), devices=dist.get_world_size())
+    weights, results = learn(strategy, ("fit", "test"), devices=dist.get_world_size())
     return weights, results
 
 
@@ -130,8 +212,8 @@ def run_train(argument: str, env: Environment, processes: int = 2, **options: An
 
 def be_train(rank: int, world_size: int, argument: str) -> None:
     """Run the training script in this process."""
-    sys.argv = [SCRIPT, argument]  # a rank that starts others starts them with it
-    train.main(**json.loads(argument))
+    sys.argv = [__file__, argument]  # a rank that starts others starts them with it
+    main(**json.loads(argument))
 
 
 def be_torchrun(rank: int, world_size: int, words: Sequence[str]) -> None:
@@ -199,7 +281,7 @@ def test_torchrun(tmp_path: Path) -> None:
     """
     runs = Runs(tmp_path, "env", "tcp", "file")
     death = {"rank": 0, "restart": 0, "run": 1}
-    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", SCRIPT]
+    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", __file__]
     words.append(runs.argument(death=death))
     env: Environment = {"PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": None}
     output = output_of_all(launch_ranks(be_torchrun, 1, words, env=env))
@@ -259,3 +341,7 @@ def test_a_script_on_each_node(nodes: Network, shared_dir: Path) -> None:
     env: Environment = {"NODE_RANK": str, "GLOO_SOCKET_IFNAME": None}
     output = run_train(runs.argument(), env, namespaces=list(nodes))
     runs.expect_trained(output)
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))
