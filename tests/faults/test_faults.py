@@ -6,14 +6,17 @@ nothing is lost.
 3. The exit codes, the output and the checkpoints are checked.
 4. The same command runs again, and continues.
 
-``make soak`` tries any number of seeds.
+``make soak`` tries any number of seeds. This module is also the script that trains, as
+``test_faults.py DIRECTORY WORLD_SIZE START_METHOD DURING``.
 """
 
 import contextlib
+import errno
 import os
 import random
 import re
 import signal
+import sys
 import time
 import zipfile
 from collections.abc import Collection, Iterable, Iterator
@@ -22,12 +25,15 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning as L
 import psutil
 import pytest
 import torch
 import torch.distributed.run
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from tests.faults import training
+from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
 from tests.harness.network import Network
 from tests.harness.ranks import (
     Environment,
@@ -37,8 +43,14 @@ from tests.harness.ranks import (
     free_port,
     run_ranks,
 )
-from tests.harness.scripts import be_the_script
+from tests.harness.scripts import be_the_script, print_line
+from tests.harness.training import make_trainer
 
+STEPS = 16  # of an epoch
+BATCH = 2
+# Seconds; short, so that faults that only a limit ends do not take long.
+LIMITS: dict[str, Any] = {"timeout": 6.0, "heartbeat_timeout": 3.0, "save_deadline": 8.0}
+FAIL = signal.SIGUSR2  # has the training step raise
 # By day a kill, an exception, a dead launching process, and a cut wire; `make nightly`
 # draws 60 others.
 SEEDS = (2, 18, 24, 37)
@@ -62,7 +74,7 @@ SIGNALS: dict[FaultKind, int] = {
     "kill": signal.SIGKILL,
     "stop": signal.SIGSTOP,
     "term": signal.SIGTERM,
-    "raise": training.FAIL,
+    "raise": FAIL,
 }
 TWO_HOSTS: Start = "by hand, two hosts"
 BY_HAND: tuple[Start, ...] = ("by hand", TWO_HOSTS)
@@ -73,14 +85,14 @@ STOPPED = 128 + signal.SIGTERM  # the exit status of a rank that stops on SIGTER
 # See "Maximum delays" in docs/guides/hangs.md. After a death the main thread
 # raises or the process ends; what then runs, and the end of the process, each have the
 # deadline of a save.
-TO_END = 2 * training.LIMITS["save_deadline"]
+TO_END = 2 * LIMITS["save_deadline"]
 BOUNDS: dict[FaultKind | Literal["launcher"], float] = {
     "kill": 3 + TO_END,
     "raise": 30 + TO_END,
-    "cut": training.LIMITS["heartbeat_timeout"] + 3 + TO_END,
-    "stop": training.LIMITS["timeout"] + 5 + 5 + TO_END,  # it is asked, and has 5 s to answer
-    "term": training.LIMITS["save_deadline"],
-    "launcher": 4 + training.LIMITS["save_deadline"],
+    "cut": LIMITS["heartbeat_timeout"] + 3 + TO_END,
+    "stop": LIMITS["timeout"] + 5 + 5 + TO_END,  # it is asked, and has 5 s to answer
+    "term": LIMITS["save_deadline"],
+    "launcher": 4 + LIMITS["save_deadline"],
 }
 
 
@@ -151,6 +163,115 @@ def draw_faults(chance: random.Random, start: Start, world_size: int) -> tuple[F
         another = chance.choice(("kill", "term", "raise"))
         return fault, Fault(another, second, chance.uniform(0.0, 0.5))
     return (fault,)
+
+
+# What is trained. The weights count the steps, and how often each sample was read. In the
+# directory of the run, each rank writes its process id to ``output`` once it trains, and
+# rank 0 the steps that it saved.
+
+
+class Counting(L.LightningModule):
+    """A model that counts, with 2 MB of gradients, validations and, on request, a
+    loader worker.
+    """
+
+    def __init__(self, world_size: int, has_worker: bool) -> None:
+        super().__init__()
+        self.world_size = world_size
+        self.has_worker = has_worker
+        self.fails = False
+        self.seen = nn.Parameter(torch.zeros(STEPS * BATCH * world_size))
+        self.steps = nn.Parameter(torch.zeros(500_000))
+
+    def on_train_start(self) -> None:
+        signal.signal(FAIL, lambda *_: setattr(self, "fails", True))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if self.global_step == 5:
+            print_line(f"rank {self.global_rank} trains as process {os.getpid()}")
+        if self.fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        loss: Tensor = -self.seen[batch].sum() - self.steps.sum() / self.world_size
+        return loss
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.log("seen", self.seen[batch].sum(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.world_size)  # DDP divides gradients by it
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        worker: dict[str, Any] = {
+            "num_workers": 1,
+            "persistent_workers": True,
+            "multiprocessing_context": "fork",
+        }
+        options = worker if self.has_worker else {}
+        return DataLoader(range(len(self.seen)), BATCH, shuffle=True, **options)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(range(7), batch_size=BATCH)
+
+
+class TellingIO(RankZeroCheckpointIO):
+    """Prints which step was saved, or copied for a save in the background."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        super().save_checkpoint(checkpoint, path, storage_options)
+        print_line(f"step {checkpoint['global_step']} is saved")
+
+
+def train(
+    directory: Path, devices: int, during: str, max_epochs: int = -1, **options: Any
+) -> Counting:
+    """Train from the newest checkpoint on, and save every third step; return the model."""
+    L.seed_everything(8 if any(directory.glob("*.ckpt")) else 7, verbose=False)
+    io = TellingIO(background=during == "background saves")
+    rescue = "last-rescued.ckpt" if during == "rescue" else None
+    saver = RankZeroCheckpoint(directory, "{step}", every_n_train_steps=3, save_last=True)
+    trainer = make_trainer(
+        DDPExtStrategy(checkpoint_io=io, rescue_checkpoint=rescue, **LIMITS, **options),
+        devices=devices,
+        max_epochs=max_epochs,
+        num_sanity_val_steps=0,
+        enable_checkpointing=True,
+        callbacks=[saver],
+    )
+    model = Counting(devices, has_worker=during == "background saves")
+    trainer.fit(model, ckpt_path="last")
+    return model
+
+
+def write_to(directory: Path) -> None:
+    """Have this process and its children write to a file, which outlives all of them."""
+    output = os.open(directory / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output, stream.fileno())
+
+
+def train_by_hand(rank: int, world_size: int, directory: Path, url: str, during: str) -> None:
+    """Train on one of the ranks that a user starts by hand."""
+    write_to(directory)
+    train(directory, world_size, during, init_method=url)
+
+
+def run_again(
+    rank: int, world_size: int, directory: Path, during: str, max_epochs: int
+) -> tuple[Tensor, Tensor]:
+    """Run the same command again until ``max_epochs``; return how often each sample was
+    read, and the steps.
+    """
+    model = train(
+        directory, world_size, during, max_epochs, init_method=f"file://{directory}/again"
+    )
+    return model.seen.detach(), model.steps.detach()[::500].clone()
+
+
+def main(directory: str, world_size: str, start_method: str, during: str) -> None:
+    write_to(Path(directory))
+    train(Path(directory), int(world_size), during, start_method=start_method)
 
 
 # The run, and its faults.
@@ -233,7 +354,7 @@ def start(case: Case, directory: Path, hosts: Network | None) -> RankProcesses:
     if case.start in BY_HAND:
         return start_by_hand(case, directory, hosts)
     # Scripts and torchrun start in a process that has imported torch and Lightning.
-    script = training.__file__
+    script = __file__
     # torchrun sets the ranks' variables, which hold for each start method.
     start_method = "popen" if case.start == "torchrun" else case.start
     arguments = [str(directory), str(case.world_size), start_method, case.during]
@@ -257,7 +378,7 @@ def start_by_hand(case: Case, directory: Path, hosts: Network | None) -> RankPro
     arguments = (case.world_size, directory, url, case.during)
     env = ENV | by_hand_env(case.world_size)
     return RankProcesses(
-        training.train_by_hand, *arguments, namespaces=places, env=env, time_limit=TIME_LIMIT
+        train_by_hand, *arguments, namespaces=places, env=env, time_limit=TIME_LIMIT
     )
 
 
@@ -402,11 +523,11 @@ def test_a_fault_is_survived(case: Case, tmp_path: Path, request: pytest.Fixture
     assert not wrong, "\n".join([f"make soak SEED={case.seed} COUNT=1", *wrong, ended.output])
 
     newest = newest_step(map(step_of, tmp_path.glob("*.ckpt")))
-    epochs = newest // training.STEPS + 2
-    for seen, steps in run_ranks(
-        training.run_again, case.world_size, tmp_path, case.during, epochs
-    ):
+    epochs = newest // STEPS + 2
+    for seen, steps in run_ranks(run_again, case.world_size, tmp_path, case.during, epochs):
         torch.testing.assert_close(seen, torch.full_like(seen, epochs), rtol=0, atol=0.01)
-        torch.testing.assert_close(
-            steps, torch.full_like(steps, epochs * training.STEPS), rtol=0, atol=0.01
-        )
+        torch.testing.assert_close(steps, torch.full_like(steps, epochs * STEPS), rtol=0, atol=0.01)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

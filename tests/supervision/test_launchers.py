@@ -27,7 +27,58 @@ from tests.harness.ranks import Environment, RankProcesses
 from tests.harness.scripts import be_the_script, run_script
 from tests.supervision.model import lines_of, who
 
-SCRIPT = str(Path(__file__).with_name("script.py"))
+# Prints that a rank begins before anything is imported. Rank 1 then ``stays`` there;
+# or, after the training, it ``lingers``, ``raises`` or ``dies``: the second argument.
+SCRIPT = """
+import atexit
+import multiprocessing
+import os
+import re
+import sys
+import threading
+
+
+def rank_by_variables():
+    found = re.match(r"SpawnProcess-(?:.*:)?(\\d+)$", multiprocessing.current_process().name)
+    if found:
+        return int(found[1]) - 1
+    return int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
+
+
+def print_line(text):
+    sys.stdout.write(f"{text}\\n")
+    sys.stdout.flush()
+
+
+started = rank_by_variables()
+if started is not None:
+    print_line(f"rank {started} begins as process {os.getpid()}")
+    if started == 1 and "stays" in sys.argv:
+        threading.Event().wait()
+
+from tests.harness.training import Net
+from tests.supervision import model
+
+AFTER_FIT = {
+    "lingers": model.wait_for_another_ranks_end,
+    "raises": model.boom,
+    "dies": model.die,
+}
+
+
+def main(strategy, end):
+    trainer = model.make_trainer(2, strategy, limit_val_batches=0)
+    if end in AFTER_FIT:
+        atexit.register(print, "exit handlers ran")  # buffered, and registered before ours
+    trainer.fit(Net())
+    if trainer.global_rank == 1 and end in AFTER_FIT:
+        AFTER_FIT[end]()
+    print_line(f"rank {trainer.global_rank} is at the end")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
 
 
 @contextlib.contextmanager
@@ -45,16 +96,16 @@ def training_script(
     """
     mark = f"{os.environ[MARK]}/script"
     env = {**(env or {}), "PYTHONPATH": str(Path(__file__).parents[2]), MARK: mark}
-    with (
-        tempfile.TemporaryDirectory() as cwd,
-        RankProcesses(be_the_script, 1, Path(SCRIPT), (strategy, rank_one), cwd, env=env) as script,
-    ):
-        yield script
-        (outcome,) = script.wait()
-        left = [
-            name_of(process) for process in wait_until_exited(lambda: marked(mark), ends_within)
-        ]
-        assert not left, f"{left}\n{outcome.story()}"
+    with tempfile.TemporaryDirectory() as cwd:
+        path = Path(cwd, "script.py")
+        path.write_text(SCRIPT)
+        arguments = (strategy, rank_one)
+        with RankProcesses(be_the_script, 1, path, arguments, cwd, env=env) as script:
+            yield script
+            (outcome,) = script.wait()
+            left = wait_until_exited(lambda: marked(mark), ends_within)
+        names = [name_of(process) for process in left]
+        assert not names, f"{names}\n{outcome.story()}"
 
 
 def wait_for_rank_one(script: RankProcesses) -> int:
