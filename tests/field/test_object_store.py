@@ -28,6 +28,7 @@ from tests.field.object_store import NO_FAULT, Fault, ObjectStore, why_unavailab
 from tests.harness import training
 from tests.harness.environment import skip_because
 from tests.harness.ranks import Outcome, by_hand_env, launch_ranks, stories
+from tests.supervision.model import terminate
 
 STEPS = 4  # of an epoch
 FILE_OF_EPOCH = [f"epoch={epoch}-step={STEPS * (epoch + 1)}.ckpt" for epoch in range(2)]
@@ -125,7 +126,7 @@ class Job:
 
     def run_until_sigterm(self, **options: Any) -> None:
         """Stop the command in its second epoch, by a signal to rank 1."""
-        stop = training.At("on_train_batch_end", send_sigterm, earlier=STEPS + 1, ranks=[1])
+        stop = training.At("on_train_batch_end", terminate, earlier=STEPS + 1, ranks=[1])
         outcomes = self.launch(callback=stop, **options)
         assert [outcome.exit_code for outcome in outcomes] == [STOPPED, STOPPED], stories(outcomes)
 
@@ -154,10 +155,6 @@ def errors_of(outcomes: Sequence[Outcome]) -> list[str]:
     errors = [outcome.failure.exception for outcome in outcomes]
     assert all(isinstance(error, DDPExtError) for error in errors), stories(outcomes)
     return [str(error) for error in errors]
-
-
-def send_sigterm(trainer: L.Trainer) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.fixture(scope="session")

@@ -36,6 +36,7 @@ from tests.harness.rank_process import (
 )
 
 __all__ = [
+    "HOST",
     "Environment",
     "Outcome",
     "RankProcesses",
@@ -45,10 +46,12 @@ __all__ = [
     "hold",
     "launch_ranks",
     "output_of_all",
+    "rank_name",
     "run_ranks",
     "stories",
 ]
 
+HOST = os.uname().nodename
 _SECONDS_TO_POINT = 120.0  # or to an output
 _SECONDS_TO_EXIT = 60.0  # for a rank that was told to write its stacks, or was killed
 _PIPE_SIZE = 1 << 20  # bytes that a rank can write while its test does not read
@@ -135,6 +138,11 @@ class Outcome:
 def stories(outcomes: Sequence[Outcome]) -> str:
     """Return the stories of these ranks, one after another."""
     return "\n\n".join(outcome.story() for outcome in outcomes)
+
+
+def rank_name(rank: int, pid: int, host: str = HOST) -> str:
+    """Return the name of a rank in messages of the package."""
+    return f"rank {rank} (host {host}, pid {pid})"
 
 
 def output_of_all(outcomes: Sequence[Outcome], *, exit_code: int = 0) -> str:

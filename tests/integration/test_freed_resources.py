@@ -2,7 +2,6 @@
 
 import gc
 import os
-import signal
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +17,7 @@ from lightning_ddp_ext import DDPExtStrategy, HangWatchdog, RankZeroCheckpointIO
 from tests.harness import training
 from tests.harness.ranks import run_ranks
 from tests.harness.training import Net
-from tests.supervision.model import BoomError, boom
+from tests.supervision.model import BoomError, boom, terminate
 
 
 class Resources(NamedTuple):
@@ -62,10 +61,6 @@ def test_groups_formed_one_after_another_free_their_sockets_and_threads(
         assert last.threads <= second.threads + 1, resources
 
 
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def objects_of_run(directory: Path, end: Callable[[], object]) -> dict[str, weakref.ref[Any]]:
     """Return references to what a run used, whose second step begins with ``end()``."""
     strategy = training.make_strategy(
@@ -97,7 +92,7 @@ def left_after_run(
     return [name for name, reference in used.items() if reference() is not None]
 
 
-@pytest.mark.parametrize("end", [int, boom, stop], ids=["finished", "failed", "stopped"])
+@pytest.mark.parametrize("end", [int, boom, terminate], ids=["finished", "failed", "stopped"])
 def test_a_run_that_ended_holds_no_memory(end: Callable[[], object], tmp_path: Path) -> None:
     """What a run used is freed with the script's last reference to it, before the next
     run.

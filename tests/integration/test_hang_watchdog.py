@@ -153,7 +153,7 @@ def assert_printed(
     """Assert that one rank printed one line about the hang, with this finding about the
     culprit.
     """
-    who = supervision.who(culprit.rank, culprit.pid)
+    who = ranks.rank_name(culprit.rank, culprit.pid)
     expected = f"[rank <n>] no progress for {TIMEOUT:g} s: {who} {finding}; {ending}. Stacks: "
     (line,) = hang_reports(outcomes)
     assert re.match(pattern(expected), line), line
@@ -320,7 +320,7 @@ def test_a_rank_that_waits_in_a_barrier_is_reported_there(tmp_path: Path) -> Non
     outcomes = ranks.launch_ranks(fit, 2, tmp_path, BarrierBehindStuckRank())
     finding = f"has made no progress for <n> s; it is in training_step, {supervision.__file__}:<n>"
     assert_stopped(outcomes, 1, finding)
-    who = supervision.who(0, outcomes[0].pid)
+    who = ranks.rank_name(0, outcomes[0].pid)
     waiting = f"{who}: last progress <n>.<n> s ago, in barrier, {__file__}:<n>"
     assert re.search(pattern(waiting), read_report(tmp_path))
 

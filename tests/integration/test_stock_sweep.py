@@ -8,6 +8,7 @@ part, ``make nightly`` some of a new seed (``SWEEP_SEED``, ``SWEEP_COUNT``).
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import callbacks
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
@@ -92,6 +93,8 @@ MODEL = (
     "hooks",  # self.log in hooks
     "gathers",  # all_gather and reduce in steps
     "reads",  # callback_metrics in training steps
+    "profiles",  # a part of the training step
+    "estimates",  # the number of steps, in the first hook
     "stops",  # trainer.should_stop after three steps
     "unused",  # parameters
     "skips",  # the rest of an epoch after two batches
@@ -101,6 +104,23 @@ METRICS: dict[str, type[Metric] | None] = {
     "sums": MeanSquaredError,
     "lists": BinaryAUROC,  # torchmetrics gathers its states
 }
+
+
+class Writer(callbacks.BasePredictionWriter):
+    """Has the module record what it is to write."""
+
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+
+    def write_on_batch_end(
+        self, trainer: Any, module: Any, prediction: Any, indices: Any, *_: Any
+    ) -> None:
+        module.seen.append((prediction, indices))
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        module.seen.append((predictions, indices))
+
+
 CALLBACKS: dict[str, Callable[[Path], L.Callback]] = {
     "last": lambda place: callbacks.ModelCheckpoint(place / "files", save_last="link"),
     "steps": lambda place: callbacks.ModelCheckpoint(
@@ -113,6 +133,8 @@ CALLBACKS: dict[str, Callable[[Path], L.Callback]] = {
     "ema": lambda _: callbacks.EMAWeightAveraging(decay=0.5),
     "swa": lambda _: callbacks.StochasticWeightAveraging(0.01, 1),
     "rates": lambda _: callbacks.LearningRateMonitor(),
+    "accumulation": lambda _: callbacks.GradientAccumulationScheduler({0: 1, 1: 2}),
+    "writer": lambda _: Writer(),
 }
 AFTERWARDS = (
     "validate",
@@ -135,7 +157,13 @@ TRAINER: dict[str, tuple[Any, ...]] = {
     "precision": (None, "bf16-mixed", "64-true"),
     "use_distributed_sampler": (True, False),
     "inference_mode": (True, False),
+    "detect_anomaly": (False, True),
+    "profiler": (None, "simple"),
+    # Few programs end early.
+    "fast_dev_run": (*[False] * 9, 2),
+    "max_time": (*[None] * 9, timedelta(microseconds=1)),
 }
+EARLY_ENDS = {("fast_dev_run", 2), ("max_time", timedelta(microseconds=1))}
 # Options of self.log, for values that differ between the ranks.
 LOGGED: dict[str, dict[str, Any]] = {
     "mean": {"on_step": True, "on_epoch": True, "sync_dist": True},
@@ -177,7 +205,11 @@ def draw(seed: int) -> Program:
         return tuple(name for name in names if chance.random() < share)
 
     model = some(MODEL, 0.2)
+    chosen_callbacks = some(CALLBACKS, 0.2)
     options = {name: chance.choice(values) for name, values in TRAINER.items()}
+    if "accumulation" in chosen_callbacks:
+        options |= {"accumulate_grad_batches": 1}
+        model = tuple(name for name in model if name != "manual")
     if "manual" in model:
         options |= {"accumulate_grad_batches": 1, "gradient_clip_val": None}
     return Program(
@@ -192,13 +224,18 @@ def draw(seed: int) -> Program:
         metric=chance.choice([*METRICS]),
         model=model,
         logged=some(LOGGED, 0.4),
-        callbacks=some(CALLBACKS, 0.2),
+        callbacks=chosen_callbacks,
         afterwards=some(AFTERWARDS, 0.25),
     )
 
 
 def parts_of(program: Program) -> set[Any]:
-    """Return the parts that a program uses, apart from its numbers of samples."""
+    """Return the parts that a program uses, apart from its numbers of samples; if it ends
+    early, only that counts.
+    """
+    early = EARLY_ENDS.intersection(program.options)
+    if early:
+        return early
     loaders = {("train", program.train), ("validation", program.validation)}
     several = {*program.model, *program.logged, *program.callbacks, *program.afterwards}
     return {*loaders, *program.options, ("metric", program.metric), *several}
@@ -257,8 +294,16 @@ class Watched(L.LightningModule):
             self.seen.append(self.trainer.strategy.reduce(loss.detach(), reduce_op="max"))
         return loss
 
+    def configure_callbacks(self) -> list[L.Callback]:
+        if "estimates" in self.program.model:
+            self.seen.append(self.trainer.estimated_stepping_batches)
+        return []
+
     def training_step(self, batch: Any, index: int) -> Tensor:
         loss = self.loss("train", batch)
+        if "profiles" in self.program.model:
+            with self.trainer.profiler.profile("a part"):
+                self.seen.append(float(loss))
         if not self.automatic_optimization:
             optimizer: Any = self.optimizers()
             optimizer.zero_grad()
@@ -341,7 +386,10 @@ class Play:
             training.make_strategy(self.kind, self.shared, **finds_unused),
             callbacks=[self.watching, *made],
             default_root_dir=self.place,
-            logger=CSVLogger(self.place, name="logged", version="0"),
+            logger=[
+                CSVLogger(self.place, name="logged", version="0"),
+                TensorBoardLogger(self.place, name="board", version="0"),
+            ],
             enable_checkpointing=any(isinstance(each, callbacks.Checkpoint) for each in made),
             **dict(self.program.options),
         )
@@ -371,13 +419,15 @@ class Play:
         """Return what the program has seen so far, and the state of its last Trainer."""
         dist.barrier()  # rank 0 has written its files
         table = self.place / "logged" / "0" / "metrics.csv"
+        files = [str(path.relative_to(self.place)) for path in self.place.rglob("*")]
         return {
             "seen": list(self.module.seen),
             "calls": list(self.watching.calls),
             "progress": (trainer.global_step, trainer.current_epoch, trainer.num_training_batches),
             "metrics": dict(trainer.callback_metrics),
             "weights": training.weights(self.module),
-            "files": sorted(str(path.relative_to(self.place)) for path in self.place.rglob("*")),
+            # TensorBoard's names contain the time and the process.
+            "files": sorted(name.partition(".tfevents")[0] for name in files),
             "table": table.read_text() if table.exists() else "",
         }
 

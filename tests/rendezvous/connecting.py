@@ -1,7 +1,6 @@
 """Connect ranks without Lightning, also to servers of other programs."""
 
 import contextlib
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,6 @@ from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hol
 # Where ranks on one host find each other.
 Place = Tcp | File
 Answer = Callable[[socket.socket], None]
-HOST = os.uname().nodename
 LONG = 60.0  # an init_timeout that cannot be what ends a test
 # What one process passes to ``request``. An entry ``hold_before`` is instead the name of
 # a function of ``torch.distributed``: the process holds at "in front" before each call.
@@ -185,8 +183,3 @@ def common_message(outcomes: Sequence[Outcome], kind: type[BaseException]) -> st
     """Return the message of all these ranks, which must be the same."""
     (message,) = {message_of(outcome, kind) for outcome in outcomes}
     return message
-
-
-def process_name(rank: int, pid: int, host: str = HOST) -> str:
-    """Return the name of a process in messages."""
-    return f"rank {rank} (host {host}, pid {pid})"

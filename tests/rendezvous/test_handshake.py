@@ -18,9 +18,8 @@ from lightning_ddp_ext.rendezvous.init_method import File, Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Timeouts
 from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, encode
-from tests.harness.ranks import RankProcesses, free_port, hold
+from tests.harness.ranks import HOST, RankProcesses, free_port, hold, rank_name
 from tests.rendezvous.connecting import (
-    HOST,
     LONG,
     Answer,
     Place,
@@ -31,7 +30,6 @@ from tests.rendezvous.connecting import (
     message_of,
     outcomes_at,
     place,
-    process_name,
     request,
     server,
     silent,
@@ -90,11 +88,11 @@ def test_ranks_of_a_second_run_are_refused_and_the_first_continues(
         # and that of ``add_ones``.
         ranks.release(0, 1, 0, 1)
         finished = ranks.wait(0, 1)
-    active = process_name(0, ranks.pids[0])
+    active = rank_name(0, ranks.pids[0])
     for fields, outcome in zip(late, refused, strict=True):
         assert message_of(outcome, RendezvousError) == (
             f"another run of 2 ranks is active at {where} with {active}, and"
-            f" {process_name(fields['rank'], outcome.pid)} of {fields['world_size']} cannot join"
+            f" {rank_name(fields['rank'], outcome.pid)} of {fields['world_size']} cannot join"
             " it; stop that run, or choose another init_method for this one"
         )
     assert [outcome.exit_code for outcome in finished] == [0, 0]
@@ -118,7 +116,7 @@ def test_two_named_runs_at_one_address_do_not_mix(kind: str, tmp_path: Path) -> 
             (refused,) = ranks.wait(seat)
             assert message_of(refused, RendezvousError) == (
                 f"rank 0 at {where} belongs to another run (STEP=0) than"
-                f" {process_name(seat - 2, refused.pid)} (STEP=1); give each run its own"
+                f" {rank_name(seat - 2, refused.pid)} (STEP=1); give each run its own"
                 " MASTER_PORT or init_method"
             )
         ranks.release(1)

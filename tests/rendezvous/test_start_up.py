@@ -16,9 +16,8 @@ from lightning_ddp_ext.rendezvous.init_method import File, Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from tests.harness.network import Network
-from tests.harness.ranks import RankProcesses, announce, free_port, hold
+from tests.harness.ranks import HOST, RankProcesses, announce, free_port, hold, rank_name
 from tests.rendezvous.connecting import (
-    HOST,
     LONG,
     Answer,
     add_ones,
@@ -26,7 +25,6 @@ from tests.rendezvous.connecting import (
     message_of,
     outcomes_at,
     place,
-    process_name,
     request,
     server,
     silent,
@@ -43,7 +41,7 @@ def test_every_rank_names_one_that_never_starts(init_method: str | None, tmp_pat
     waits = (LONG, 5.0)
     outcomes = outcomes_at(where, [{"init_timeout": wait, **common} for wait in waits])
     address = f"{where} (env://)" if init_method else str(where)
-    present = ", ".join(process_name(outcome.rank, outcome.pid) for outcome in outcomes)
+    present = ", ".join(rank_name(outcome.rank, outcome.pid) for outcome in outcomes)
     assert common_message(outcomes, MissingRanksError) == (
         f"rank 2 of 3 did not connect to {address} within 5 s (init_timeout);"
         f" present: {present}; check that every rank is running and can reach rank 0, or raise"
@@ -67,8 +65,8 @@ def test_both_hosts_name_a_rank_beyond_a_link_cut_while_the_group_forms(
         ranks.wait_for("in front", 2)
         two_hosts.cut()
         here, there, blocked = ranks.wait()
-    death_there = f"{process_name(1, there.pid, 'host-b')} died: no sign of life"
-    death_here = f"{process_name(0, here.pid, 'host-a')} died: no sign of life"
+    death_there = f"{rank_name(1, there.pid, 'host-b')} died: no sign of life"
+    death_here = f"{rank_name(0, here.pid, 'host-a')} died: no sign of life"
     assert message_of(here, RankDiedError).startswith(death_there)
     assert message_of(there, RankDiedError).startswith(death_here)
     assert f"[rank 2] RankDiedError: {death_there}" in blocked.output
@@ -88,7 +86,7 @@ def test_a_rank_that_does_not_find_rank_zero_names_the_address(kind: str, tmp_pa
         reason = "rank 0 has not published its address there"
         remedy = "that it uses the same init_method (a file must be on a disk that all hosts share)"
     assert message_of(outcome, RendezvousError) == (
-        f"{process_name(1, outcome.pid)} did not find rank 0 at {address} within 4 s"
+        f"{rank_name(1, outcome.pid)} did not find rank 0 at {address} within 4 s"
         f" ({reason}); check that rank 0 is running, {remedy}, and that no firewall blocks the"
         " connection"
     )
@@ -129,7 +127,7 @@ def test_a_rank_that_exits_before_all_have_connected_is_named_immediately(
             ranks.wait_for("connected", rank)
         ranks.kill(victim, end)
         others = ranks.wait(*({0, 1, 2} - {victim}))
-    name = re.escape(process_name(victim, ranks.pids[victim]))
+    name = re.escape(rank_name(victim, ranks.pids[victim]))
     for other in others:
         assert re.match(says.format(name), message_of(other, RendezvousError))
 
@@ -151,7 +149,7 @@ def test_a_rank_killed_while_the_group_forms_is_named_immediately(
         ranks.kill(victim)
         others = ranks.wait(*({0, 1, 2} - {victim}))
     death = (
-        f"{process_name(victim, ranks.pids[victim])} died: its process ended unexpectedly;"
+        f"{rank_name(victim, ranks.pids[victim])} died: its process ended unexpectedly;"
         " every rank stops."
     )
     assert common_message(others, RankDiedError).startswith(death)
@@ -263,7 +261,7 @@ def test_another_programs_server_is_not_rank_zero(answer: Answer, reason: str) -
     with server(answer) as where:
         (outcome,) = outcomes_at(where, [{"rank": 1, "world_size": 2}], init_timeout=4.0)
     assert message_of(outcome, RendezvousError) == (
-        f"{process_name(1, outcome.pid)} did not find rank 0 at 127.0.0.1:{where.port}"
+        f"{rank_name(1, outcome.pid)} did not find rank 0 at 127.0.0.1:{where.port}"
         f" within 4 s ({reason}); check that rank 0 is running,"
         " that its host has this address, and that no firewall blocks the connection"
     )

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,10 +17,8 @@ import lightning_ddp_ext as ddpx
 from lightning_ddp_ext.errors import RankFailedError
 from lightning_ddp_ext.rendezvous.process_context import current
 from tests.harness import training
-from tests.harness.ranks import Outcome, announce
+from tests.harness.ranks import HOST, Outcome, announce
 from tests.harness.training import At, Net
-
-HERE = socket.gethostname()
 
 
 class BoomError(ValueError):
@@ -34,6 +31,10 @@ def boom(*_: object) -> None:
 
 def die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminate(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def interrupt(*_: object) -> None:
@@ -56,18 +57,13 @@ def announce_step(*_: object) -> None:
     announce("at work", (dist.get_rank(), os.getpid()))
 
 
-def who(rank: int, pid: int) -> str:
-    """Return a rank's name in messages."""
-    return f"rank {rank} (host {HERE}, pid {pid})"
-
-
 def error_of(
     survivor: Outcome, kind: type[RankFailedError], culprit: int, pid: int
 ) -> RankFailedError:
     """Return a rank's error; fail unless it is of this kind and names the culprit."""
     error = survivor.failure.exception
     assert type(error) is kind, survivor.story()
-    assert (error.rank, error.host, error.pid, survivor.exit_code) == (culprit, HERE, pid, 1)
+    assert (error.rank, error.host, error.pid, survivor.exit_code) == (culprit, HOST, pid, 1)
     return error
 
 

@@ -21,6 +21,7 @@ from tests.harness.ranks import (
     announce,
     hold,
     launch_ranks,
+    rank_name,
     run_ranks,
 )
 from tests.harness.training import At, Net, make_strategy
@@ -37,7 +38,7 @@ STUCK = (
 def assert_names_culprit(survivor: Outcome, culprit: int, pid: int) -> None:
     """Assert that the rank's error names the culprit, with the culprit's traceback."""
     error = model.error_of(survivor, RankFailedError, culprit, pid)
-    assert str(error) == f"{model.who(culprit, pid)} failed, so this rank stops: {BOOM}"
+    assert str(error) == f"{rank_name(culprit, pid)} failed, so this rank stops: {BOOM}"
     assert error.traceback_text.startswith("Traceback (most recent call last):\n")
     assert "in boom\n" in error.traceback_text
     assert error.traceback_text.rstrip().endswith(BOOM)
@@ -103,7 +104,7 @@ def test_a_rank_that_nothing_can_wake_exits(
     culprit, ended = launch_ranks(
         model.fit, 2, tmp_path, *faults, grace={"failed": 0.1, "died": 0.3}
     )
-    assert f"[rank 1] {sentence.format(model.who(0, culprit.pid))}" in ended.output
+    assert f"[rank 1] {sentence.format(rank_name(0, culprit.pid))}" in ended.output
     assert ended.exit_code == 1
 
 
@@ -215,7 +216,7 @@ def test_a_rank_that_ends_between_two_fits_is_named(
     ended = outcomes[culprit]
     survivor = outcomes[1 - culprit]
     error = f"{survivor.failure.type_name}: {survivor.failure.message}"
-    assert error.startswith(sentence.format(model.who(culprit, ended.pid)))
+    assert error.startswith(sentence.format(rank_name(culprit, ended.pid)))
     assert ended.exit_code == status
     assert survivor.exit_code == 1
 
@@ -254,7 +255,7 @@ def test_a_death_after_fit_is_raised_by_the_next_fit(culprit: int, tmp_path: Pat
     pid = outcomes[culprit].pid
     error = model.error_of(outcomes[1 - culprit], RankDiedError, culprit, pid)
     assert str(error).startswith(
-        f"{model.who(culprit, pid)} died: its process ended unexpectedly; every rank stops."
+        f"{rank_name(culprit, pid)} died: its process ended unexpectedly; every rank stops."
     )
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from lightning_ddp_ext.errors import RankDiedError
 from tests.checkpoint.content import WouldRun
-from tests.harness.ranks import RankProcesses, run_ranks
+from tests.harness.ranks import RankProcesses, rank_name, run_ranks
 from tests.harness.training import At, Net
 from tests.supervision import model
 
@@ -64,7 +64,7 @@ def launch(directory: Path, *faults: At) -> Failed:
         pids = pids_of_ranks(launching)
         (outcome,) = launching.wait()
     assert outcome.exit_code == 1, outcome.story()
-    return Failed(outcome.output, [model.who(rank, pids[rank]) for rank in range(2)])
+    return Failed(outcome.output, [rank_name(rank, pids[rank]) for rank in range(2)])
 
 
 def test_the_launching_process_raises_the_exception_of_a_rank(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ import pytest
 from lightning_ddp_ext.supervision.child_scripts import ChildScripts
 from tests.harness.environment import MARK, marked, name_of, skip_because, wait_until_exited
 from tests.harness.network import why_unavailable
-from tests.harness.ranks import Environment, RankProcesses
+from tests.harness.ranks import Environment, RankProcesses, rank_name
 from tests.harness.scripts import be_the_script, run_script
-from tests.supervision.model import lines_of, who
+from tests.supervision.model import lines_of
 
 # Prints that a rank begins before anything is imported. Rank 1 then ``stays`` there;
 # or, after the training, it ``lingers``, ``raises`` or ``dies``: the second argument.
@@ -130,7 +130,7 @@ def test_a_kill_during_start_up_is_reported_by_the_launcher(strategy: str, verdi
         os.kill(pid, signal.SIGKILL)
         (done,) = script.wait()
     assert done.exit_code == 1
-    assert f"local {who(1, pid)} {verdict}" in lines_of(done.output)[-1], done.output
+    assert f"local {rank_name(1, pid)} {verdict}" in lines_of(done.output)[-1], done.output
 
 
 @pytest.mark.nightly
