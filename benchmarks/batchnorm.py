@@ -25,7 +25,17 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from measuring import Effort, Figures, Table, main, on_ranks, ratio, spread, take_turns
+from measuring import (
+    Effort,
+    Figures,
+    Table,
+    main,
+    on_rank_zero,
+    open_group,
+    ratio,
+    spread,
+    take_turns,
+)
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
@@ -88,9 +98,7 @@ def measure_layers(effort: Effort) -> Table:
     )
 
     def work(rank: int, directory: Path) -> list[Any]:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2
-        )
+        open_group(rank, 2, directory)
         found = []
         for shape, channels_last in cases:
             rounds = effort.choose(10 if torch.Size(shape).numel() > 1 << 18 else 100, quick=2)
@@ -103,7 +111,7 @@ def measure_layers(effort: Effort) -> Table:
         return found
 
     rows = []
-    for (shape, channels_last), found in zip(cases, on_ranks(work, 2)[0], strict=True):
+    for (shape, channels_last), found in zip(cases, on_rank_zero(work), strict=True):
         name = " × ".join(map(str, shape)) + (", channels last" if channels_last else "")
         reference = found["reference"]["ms"]
         ours = found["ours"]["ms"]
@@ -124,9 +132,7 @@ def measure_collectives(effort: Effort) -> Table:
         return ", ".join(f"{count} {name}" for name, count in names.items())
 
     def work(rank: int, directory: Path) -> list[str]:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2
-        )
+        open_group(rank, 2, directory)
         layer = ddpx.SyncBatchNorm(64).to(device())
         input = torch.randn(8, 64, 4, 4, device=device(), requires_grad=True)
         outputs: list[Tensor] = []
@@ -136,7 +142,7 @@ def measure_collectives(effort: Effort) -> Table:
         ]
 
     return Table(
-        "collectives", ["collectives of a layer, forward", "backward"], [on_ranks(work, 2)[0]]
+        "collectives", ["collectives of a layer, forward", "backward"], [on_rank_zero(work)]
     )
 
 
@@ -181,8 +187,7 @@ def network_step(strategy: str, converted: bool, batch_size: int, steps: int) ->
         processor = time.process_time() - model.began_cpu
         return {"ms": clock / steps * 1000, "processor": processor / steps * 1000}
 
-    figures: Figures = on_ranks(work, 2)[0]
-    return figures
+    return on_rank_zero(work)
 
 
 def measure_network(effort: Effort) -> Table:

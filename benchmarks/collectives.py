@@ -27,7 +27,8 @@ from measuring import (
     Table,
     alone,
     main,
-    on_ranks,
+    on_rank_zero,
+    open_group,
     ratio,
     spread,
     take_turns,
@@ -61,9 +62,7 @@ def milliseconds(sizes: list[int], world_size: int, repeats: int) -> list[Result
     """
 
     def work(rank: int, directory: Path) -> list[Results]:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size
-        )
+        open_group(rank, world_size, directory)
         assert dist.group.WORLD is not None
         kinds: dict[str, Callable[[Tensor], object]] = {
             "torch": dist.all_reduce,
@@ -80,8 +79,7 @@ def milliseconds(sizes: list[int], world_size: int, repeats: int) -> list[Result
         dist.barrier()
         return found
 
-    found: list[Results] = on_ranks(work, world_size)[0]
-    return found
+    return on_rank_zero(work, world_size)
 
 
 def copy_speed() -> Figures:

@@ -21,12 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from socket import socket
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from tables import markdown
 
 T = TypeVar("T")
@@ -198,14 +200,22 @@ def on_ranks(
         return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
+def on_rank_zero(work: Callable[[int, Path], T], world_size: int = 2) -> T:
+    """Run ``work(rank, directory)`` on each rank, and return the result of rank 0."""
+    first: T = on_ranks(work, world_size)[0]
+    return first
+
+
 def alone(work: Callable[[], Figures]) -> Callable[[], Figures]:
     """Return a function that runs ``work`` in a separate process."""
+    return partial(on_rank_zero, lambda rank, directory: work(), 1)
 
-    def run() -> Figures:
-        figures: Figures = on_ranks(lambda rank, directory: work(), 1)[0]
-        return figures
 
-    return run
+def open_group(rank: int, world_size: int, directory: Path) -> None:
+    """Open torch's process group on a rank, over gloo, by a file in the directory."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size
+    )
 
 
 def fork_ranks(

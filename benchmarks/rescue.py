@@ -28,7 +28,7 @@ from measuring import (
     Table,
     fork_ranks,
     main,
-    on_ranks,
+    on_rank_zero,
     ratio,
     scratch_directory,
     spread,
@@ -109,8 +109,7 @@ def cost(steps: int, **options: bool) -> Figures:
         medians = {on: statistics.median(switch.seconds[on][EVERY:]) * 1000 for on in (False, True)}
         return {"off": medians[False], "on": medians[True]}
 
-    figures: Figures = on_ranks(work, 2)[0]
-    return figures
+    return on_rank_zero(work)
 
 
 def measure_cost(effort: Effort) -> Table:

@@ -31,6 +31,7 @@ from measuring import (
     Table,
     main,
     on_ranks,
+    open_group,
     ratio,
     scratch_directory,
     spread,
@@ -100,9 +101,7 @@ def resume(
     def work(rank: int, directory: Path) -> Figures:
         # The group is open before: what is measured is the restore, and not the
         # rendezvous.
-        dist.init_process_group(
-            "gloo", init_method=f"file://{directory}/group", rank=rank, world_size=world_size
-        )
+        open_group(rank, world_size, directory)
         ckpt_path = path
         if path is not None and is_sent:
             os.chdir(path.parent if rank == 0 else directory)
@@ -135,9 +134,7 @@ def resume_bare(mapped: bool, path: Path, world_size: int, layers: int) -> Figur
     """
 
     def work(rank: int, directory: Path) -> Figures:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{directory}/group", rank=rank, world_size=world_size
-        )
+        open_group(rank, world_size, directory)
         model = Layers(layers)
         dist.barrier()
         begin = time.perf_counter()

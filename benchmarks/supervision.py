@@ -27,7 +27,7 @@ from measuring import (
     Table,
     fork_ranks,
     main,
-    on_ranks,
+    on_rank_zero,
     ratio,
     scratch_directory,
     spread,
@@ -70,8 +70,7 @@ def step(kind: str, logged: int, steps: int, ranks: int = 2, **options: Any) -> 
         make_trainer(strategy, ranks, max_steps=steps + WARMING_UP, **more).fit(model)
         return model.milliseconds_a_step()
 
-    figures: Figures = on_ranks(work, ranks)[0]
-    return figures
+    return on_rank_zero(work, ranks)
 
 
 def measure_step(effort: Effort) -> Table:
@@ -129,8 +128,7 @@ def epoch_end(kind: str, ranks: int) -> Figures:
         ).fit(model)
         return {"ms": 1000 * model.seconds}
 
-    figures: Figures = on_ranks(work, ranks)[0]
-    return figures
+    return on_rank_zero(work, ranks)
 
 
 def measure_epoch_end(effort: Effort) -> Table:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Effort, Figures, Table, main, on_ranks, ratio, spread, take_turns
+from measuring import Effort, Figures, Table, main, on_rank_zero, ratio, spread, take_turns
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from training import WARMING_UP, Net, make_trainer
@@ -42,8 +42,7 @@ def step(uneven_inputs: Any, width: int, steps: int) -> Figures:
         trainer.fit(model, DataLoader(Stream(steps + WARMING_UP, width), batch_size=None))
         return model.milliseconds_a_step()
 
-    figures: Figures = on_ranks(work, 2)[0]
-    return figures
+    return on_rank_zero(work)
 
 
 def measure(effort: Effort) -> Table:
