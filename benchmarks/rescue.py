@@ -197,9 +197,8 @@ def restart(kind: str) -> Figures:
                 run.wait(120)
             except subprocess.TimeoutExpired:
                 run.terminate()  # torchrun kills ranks that are still alive 30 seconds later
-        if not (
-            directory / "again"
-        ).exists():  # such as stock ranks that connect to an address of the first attempt
+        if not (directory / "again").exists():
+            # For example, stock ranks may connect to an address of the first attempt.
             return {"continued": 0}
         killed, last = (float(each) for each in (directory / "killed").read_text().split())
         again, step = (float(each) for each in (directory / "again").read_text().split())

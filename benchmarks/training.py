@@ -33,9 +33,8 @@ class Net(L.LightningModule):
         self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
         self.width = width
         self.names = [f"metric {number}" for number in range(logged)]
-        self.moments: dict[
-            int, tuple[float, float]
-        ] = {}  # by step, since when it ran: the clock and processor time
+        # The clock and the processor time at which each step began.
+        self.moments: dict[int, tuple[float, float]] = {}
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         self.moments[index] = time.perf_counter(), time.process_time()

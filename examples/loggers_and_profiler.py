@@ -40,9 +40,8 @@ if __name__ == "__main__":
         max_epochs=2,
         logger=metrics,
         log_every_n_steps=10,
-        profiler=SimpleProfiler(
-            "logs", "profile"
-        ),  # logs/fit-profile-0.txt, logs/fit-profile-1.txt
+        # Writes logs/fit-profile-0.txt and logs/fit-profile-1.txt.
+        profiler=SimpleProfiler("logs", "profile"),
         limit_val_batches=0,
     )
     trainer.fit(Model())

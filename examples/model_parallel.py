@@ -49,9 +49,8 @@ class TwoParts(L.LightningModule):
         )
         waiting = next(halves)
         results = []
-        for (
-            following
-        ) in halves:  # the first device computes this while the second one computes `waiting`
+        # The first device computes `following` while the second one computes `waiting`.
+        for following in halves:
             results.append(self.second(waiting))
             waiting = following
         results.append(self.second(waiting))

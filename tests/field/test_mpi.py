@@ -82,7 +82,7 @@ def ranks_in(directory: Path) -> list[psutil.Process]:
 @each_launcher
 def test_ranks_exit_after_their_launcher_is_killed(launcher: Launcher, tmp_path: Path) -> None:
     """The ranks exit within a minute, though Open MPI itself leaves them running."""
-    ended = train_by(launcher, tmp_path, "step=1", f"act=kill -KILL {launcher.pid}")
+    ended = train_by(launcher, tmp_path, "step=1", f"command=kill -KILL {launcher.pid}")
     assert ended.status == -signal.SIGKILL, ended.output
     assert "rank 0 of 2 trains from step 0" in ended.output
     assert not wait_until_exited(lambda: ranks_in(tmp_path), SECONDS_TO_EXIT)
@@ -91,7 +91,7 @@ def test_ranks_exit_after_their_launcher_is_killed(launcher: Launcher, tmp_path:
 @each_launcher
 def test_ranks_save_after_sigterm_to_their_launcher(launcher: Launcher, tmp_path: Path) -> None:
     """The same command, run again, continues with the next step to the end."""
-    stop = f"act=test -e stopped || {{ touch stopped; kill {launcher.pid}; }}"
+    stop = f"command=test -e stopped || {{ touch stopped; kill {launcher.pid}; }}"
     stopped = train_by(launcher, tmp_path, "step=0.2", stop)
     assert "all ranks stop after step" in stopped.output, stopped.output
     resumed = train_by(launcher, tmp_path, "step=0.2", stop)
@@ -103,6 +103,6 @@ def test_ranks_save_after_sigterm_to_their_launcher(launcher: Launcher, tmp_path
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     """The other rank prints the number of the killed one before Open MPI ends it."""
-    ended = train_by(OPEN_MPI, tmp_path, "step=0.05", "act=death of 1")
+    ended = train_by(OPEN_MPI, tmp_path, "step=0.05", "death=1")
     assert ended.status != 0
     assert "[rank 0] RankDiedError: rank 1 (host" in ended.output, ended.output

@@ -99,14 +99,14 @@ class Stop(NamedTuple):
 # The requeued job has a longer limit, or the signal for the limit arrives while it
 # starts, and kills it.
 LATER = "test -z $SLURM_RESTART_COUNT || scontrol update jobid=$SLURM_JOB_ID timelimit=20"
-USR1 = "act=scancel --signal=USR1 $SLURM_JOB_ID"
+USR1 = "command=scancel --signal=USR1 $SLURM_JOB_ID"
 REQUEUE_ON_143 = """
 requeue_on_143() { "$@"; [ $? != 143 ] || scontrol requeue $SLURM_JOB_ID; }
 requeue_on_143 srun python"""
 STOPS = [
     pytest.param(
         Stop(
-            ["step=0.5", "act=scontrol update jobid=$SLURM_JOB_ID timelimit=1"],
+            ["step=0.5", "command=scontrol update jobid=$SLURM_JOB_ID timelimit=1"],
             options="--signal=USR1@30 --time=20",
             start=f"{LATER}; {SRUN}",
         ),
@@ -122,12 +122,12 @@ STOPS = [
         marks=pytest.mark.nightly,
     ),
     pytest.param(
-        Stop([SLOWLY, "act=scontrol requeue $SLURM_JOB_ID"]),
+        Stop([SLOWLY, "command=scontrol requeue $SLURM_JOB_ID"]),
         id="scontrol requeue",
         marks=pytest.mark.nightly,
     ),
     pytest.param(
-        Stop([SLOWLY, "act=scancel --signal=TERM $SLURM_JOB_ID"], start=REQUEUE_ON_143),
+        Stop([SLOWLY, "command=scancel --signal=TERM $SLURM_JOB_ID"], start=REQUEUE_ON_143),
         id="by the batch script",
         marks=pytest.mark.nightly,
     ),
@@ -175,7 +175,7 @@ def test_a_preempted_job_on_two_nodes_is_requeued_and_continues(
 
 def once(command: str) -> str:
     """Return the script's argument for a command that only the first job runs."""
-    return f"act=test -e stopped || {{ touch stopped; {command}; }}"
+    return f"command=test -e stopped || {{ touch stopped; {command}; }}"
 
 
 ENDS = [
@@ -224,7 +224,7 @@ def test_each_task_of_an_array_continues_from_its_own_checkpoint(
     """The tasks share a directory; a new job there begins at step 0."""
     arguments = [
         SLOWLY,
-        "act=scancel --signal=USR1 ${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID",
+        "command=scancel --signal=USR1 ${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID",
         "resume=",
     ]
     array = slurm.submit(
@@ -243,26 +243,26 @@ def test_each_task_of_an_array_continues_from_its_own_checkpoint(
 DIED = r"^\[rank 0\] RankDiedError: rank 1 \(host .+\) died"
 FAILURES = [
     pytest.param(
-        "srun --kill-on-bad-exit=0", "act=death of 1", DIED, id="killed", marks=pytest.mark.nightly
+        "srun --kill-on-bad-exit=0", "death=1", DIED, id="killed", marks=pytest.mark.nightly
     ),
     pytest.param(
-        "srun --kill-on-bad-exit=1", "act=death of 1", DIED, id="killed, and SLURM ends the others"
+        "srun --kill-on-bad-exit=1", "death=1", DIED, id="killed, and SLURM ends the others"
     ),
     pytest.param(
         "srun",
-        "act=error of 1",
+        "error=1",
         r"^\[rank 0\] RankFailedError: rank 1 \(host .+\) failed, .+: ValueError: a broken sample",
         id="raises",
     ),
 ]
 
 
-@pytest.mark.parametrize(("srun", "act", "message"), FAILURES)
+@pytest.mark.parametrize(("srun", "fault", "message"), FAILURES)
 def test_a_failed_task_is_named_by_the_other_one_which_saves(
-    srun: str, act: str, message: str, slurm: Slurm, tmp_path: Path
+    srun: str, fault: str, message: str, slurm: Slurm, tmp_path: Path
 ) -> None:
     """The checkpoint has the fourth step, in which the task fails; the job fails."""
-    arguments = [SLOWLY, act, "rescue_checkpoint=rescued.ckpt"]
+    arguments = [SLOWLY, fault, "rescue_checkpoint=rescued.ckpt"]
     job = submit(slurm, tmp_path, *arguments, start=f"{srun} python")
     assert job.wait() == FAILED, job.output
     assert re.search(message, job.output, re.MULTILINE), job.output

@@ -106,12 +106,12 @@ def expect_resumed(output: str, undisturbed: set[str]) -> None:
     assert train.weights_in(output) == undisturbed, output
 
 
-@pytest.mark.parametrize("fault", ["death of 0", "death of 1", "error of 0", "error of 1"])
+@pytest.mark.parametrize("fault", ["death=0", "death=1", "error=0", "error=1"])
 def test_ranks_are_restarted_after_one_fails(
     fault: str, undisturbed: set[str], tmp_path: Path
 ) -> None:
     """Both agents restart their ranks, which continue after the last finished step."""
-    expect_resumed(run(tmp_path, "step=0.1", f"act={fault}", RESCUE), undisturbed)
+    expect_resumed(run(tmp_path, "step=0.1", fault, RESCUE), undisturbed)
 
 
 def test_an_agent_replaces_a_killed_one(undisturbed: set[str], tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Train for an epoch of small steps, as a script that the field tests start, and act in
-the fourth step.
+"""Train for an epoch of small steps, as a script that the field tests start; something
+may happen in the fourth step.
 
 The script's arguments are those of ``main``, as ``name=value``. Each rank prints its
 first and its last step, and a fingerprint of the weights at the end, which
@@ -31,20 +31,23 @@ def main(
     nodes: str = "1",
     seed: str = "5",
     resume: str = "last",
-    act: str = "",
+    command: str = "",
+    death: str = "",
+    error: str = "",
     root: str = "run",
     step: str = "0",
     **strategy: str,
 ) -> None:
-    """Train; in the fourth step of the first start, do what ``act`` says.
+    """Train; in the fourth step of the first start, a command or a fault happens, if any.
 
     Args:
         devices: the Trainer's.
         nodes: the Trainer's ``num_nodes``, unless torchrun says how many there are.
         seed: the seed of the model.
         resume: ``ckpt_path``.
-        act: a shell command, which rank 0 runs, or one of two faults: ``death of 1``
-            kills rank 1, and ``error of 1`` raises an error there.
+        command: a shell command, which rank 0 runs.
+        death: the rank that is killed.
+        error: the rank that raises an error.
         root: ``default_root_dir``.
         step: seconds that a step takes, so that signals arrive before the end; a
             resumed run with all ranks takes no such time.
@@ -54,8 +57,9 @@ def main(
     strategy_options: dict[str, Any] = {name: parse(value) for name, value in strategy.items()}
     ranks = int(devices) * int(nodes)
     callbacks: list[L.Callback] = [Steps(float(step), ranks)]
-    if act and is_first_start():
-        callbacks.append(At("on_train_batch_end", partial(perform, act), earlier=3))
+    if is_first_start():
+        happen = partial(run_or_fail, command, death, error)
+        callbacks.append(At("on_train_batch_end", happen, earlier=3))
     trainer = make_trainer(
         DDPExtStrategy(**strategy_options),
         devices=int(devices),
@@ -108,15 +112,14 @@ class Steps(L.Callback):
         time.sleep(self._seconds)
 
 
-def perform(act: str, trainer: L.Trainer) -> None:
-    """Do on this rank what the argument ``act`` of ``main`` says."""
-    if act == f"death of {trainer.global_rank}":
+def run_or_fail(command: str, death: str, error: str, trainer: L.Trainer) -> None:
+    """Do on this rank what these arguments of ``main`` say."""
+    if death == str(trainer.global_rank):
         os.kill(os.getpid(), signal.SIGKILL)
-    if act == f"error of {trainer.global_rank}":
+    if error == str(trainer.global_rank):
         raise ValueError("a broken sample")
-    is_command = not act.startswith(("death of", "error of"))
-    if is_command and trainer.is_global_zero:
-        subprocess.run(act, shell=True, check=False)  # the signal may end it
+    if command and trainer.is_global_zero:
+        subprocess.run(command, shell=True, check=False)  # a signal that it sends may end it
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ error with the reason.
 import os
 import re
 import threading
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,6 @@ from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import GroupInUseError
 from tests.harness import ranks, training
 from tests.harness.environment import environment_of, free_port
-from tests.harness.ranks import output_of_all
 from tests.harness.scripts import run_script
 from tests.harness.training import Net
 from tests.supervision import model as supervision
@@ -64,23 +64,36 @@ def test_ranks_that_catch_an_exception_of_all_stay_connected(tmp_path: Path) -> 
     assert [ours[0][hook] for hook in HOOKS[1:]] == [continued] * 3
 
 
-class Formed(NamedTuple):
-    """A Trainer's strategy, by options or by name, and what it gets."""
+class Group(NamedTuple):
+    """The process group of a Trainer."""
 
     timeout: float  # of collectives, in seconds
-    group: int  # by the order in which groups are formed
+    number: int  # by the order in which groups are formed
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """A Trainer in one process with others.
+
+    Attributes:
+        expected: the group that it gets.
+        options: of its strategy; None for a strategy by name.
+        after_destroy: whether the script destroys the group before.
+    """
+
+    expected: Group
     options: dict[str, Any] | None = None
     after_destroy: bool = False
 
 
 TRAINERS = [
-    Formed(1800, 0),
-    Formed(600, 0, {"timeout": timedelta(seconds=600)}),
-    Formed(77.5, 0, {"timeout": 77.5}),
-    Formed(1800, 0, {"timeout": None}),
-    Formed(1800, 0),
-    Formed(1800, 1, {"process_group_backend": "cpu:gloo"}),
-    Formed(1800, 2, after_destroy=True),
+    InTurn(Group(1800, 0)),
+    InTurn(Group(600, 0), {"timeout": timedelta(seconds=600)}),
+    InTurn(Group(77.5, 0), {"timeout": 77.5}),
+    InTurn(Group(1800, 0), {"timeout": None}),
+    InTurn(Group(1800, 0)),
+    InTurn(Group(1800, 1), {"process_group_backend": "cpu:gloo"}),
+    InTurn(Group(1800, 2), after_destroy=True),
 ]
 
 
@@ -90,22 +103,22 @@ def timeout_of_collectives() -> float:
     return timeout.total_seconds()
 
 
-def groups_of_trainers(rank: int, world_size: int, directory: Path) -> list[tuple[float, int]]:
-    """Return the timeout and the group of each Trainer."""
-    groups: list[Any] = []
-    formed = []
-    for expected in TRAINERS:
-        if expected.after_destroy:
+def groups_of_trainers(rank: int, world_size: int, directory: Path) -> list[Group]:
+    """Fit in turn, and return the group of each Trainer."""
+    formed: list[Any] = []
+    groups = []
+    for trainer in TRAINERS:
+        if trainer.after_destroy:
             dist.barrier()
             dist.destroy_process_group()
         strategy: Any = "ddp_ext"
-        if expected.options is not None:
-            strategy = training.make_strategy("ours", directory, **expected.options)
+        if trainer.options is not None:
+            strategy = training.make_strategy("ours", directory, **trainer.options)
         training.make_trainer(strategy).fit(Net())
-        if dist.group.WORLD not in groups:
-            groups.append(dist.group.WORLD)
-        formed.append((timeout_of_collectives(), groups.index(dist.group.WORLD)))
-    return formed
+        if dist.group.WORLD not in formed:
+            formed.append(dist.group.WORLD)
+        groups.append(Group(timeout_of_collectives(), formed.index(dist.group.WORLD)))
+    return groups
 
 
 def test_a_further_trainer_gets_its_own_timeout_in_the_same_group(tmp_path: Path) -> None:
@@ -113,7 +126,7 @@ def test_a_further_trainer_gets_its_own_timeout_in_the_same_group(tmp_path: Path
     means a new group.
     """
     env = {**ranks.by_hand_env(2), "DDPX_INIT_METHOD": f"file://{tmp_path}/store"}
-    expected = [(trainer.timeout, trainer.group) for trainer in TRAINERS]
+    expected = [trainer.expected for trainer in TRAINERS]
     assert ranks.run_ranks(groups_of_trainers, 2, tmp_path, env=env) == [expected] * 2
 
 
@@ -123,25 +136,33 @@ def refusal(trainer: L.Trainer) -> str:
     return str(refused.value)
 
 
-def fit_then_fit(rank: int, world_size: int, directory: Path) -> tuple[str, str]:
-    """Return the errors of Trainers with other devices and with another init method."""
+class Refused(NamedTuple):
+    """The errors of Trainers with another device and with another init method."""
+
+    more_devices: str
+    elsewhere: str
+
+
+def fit_then_fit(rank: int, world_size: int, directory: Path) -> Refused:
     training.fit("ours", directory, Net())
-    strategy = training.make_strategy("ours", directory)
+    same_place = training.make_strategy("ours", directory)
     elsewhere = training.make_strategy("ours", Path("/elsewhere"))
-    more_devices = training.make_trainer(strategy, devices=3)
-    return refusal(more_devices), refusal(training.make_trainer(elsewhere))
+    return Refused(
+        refusal(training.make_trainer(same_place, devices=3)),
+        refusal(training.make_trainer(elsewhere)),
+    )
 
 
 def test_other_ranks_or_another_init_method_are_refused(tmp_path: Path) -> None:
     """A Trainer whose world differs from that of its process raises on every rank."""
     # Without RANK the contradiction only shows when the second Trainer starts.
     by_rank = ranks.run_ranks(fit_then_fit, 2, tmp_path, env={"LOCAL_RANK": str})
-    for rank, (of_devices, of_init_method) in enumerate(by_rank):
-        assert of_devices.startswith(
+    for rank, refused in enumerate(by_rank):
+        assert refused.more_devices.startswith(
             f"this process is already rank {rank} of 2, but this Trainer needs it to be rank {rank}"
             " of 3; use"
         )
-        assert of_init_method == (
+        assert refused.elsewhere == (
             f"this process's group was formed with init_method 'file://{tmp_path}/store', but"
             " this Trainer requests 'file:///elsewhere/store'; use the same init_method for"
             " every Trainer of a script"
@@ -175,7 +196,7 @@ def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
     for name in ("stock first", "ours first"):
         (tmp_path / name).mkdir()
     stock_first = ranks.launch_ranks(train_in_stocks_group, 2, tmp_path / "stock first")
-    output_of_all(stock_first)
+    ranks.output_of_all(stock_first)
     ours_first = ranks.run_ranks(train_in_our_group, 2, tmp_path / "ours first")
     training.assert_same([outcome.result for outcome in stock_first], ours_first)
     assert [outcome.output.count(OTHER_CODES_GROUP) for outcome in stock_first] == [1, 0]
@@ -212,7 +233,7 @@ def test_a_group_that_replaces_ours_is_used_with_a_warning(tmp_path: Path) -> No
     """Rank 0 logs the warning, because settings of ours do not apply in that group."""
     (tmp_path / "another").mkdir()
     outcomes = ranks.launch_ranks(train_in_our_group_and_in_another, 2, tmp_path)
-    output_of_all(outcomes)
+    ranks.output_of_all(outcomes)
     assert [outcome.output.count(OTHER_CODES_GROUP) for outcome in outcomes] == [1, 0]
 
 

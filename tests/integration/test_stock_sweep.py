@@ -133,7 +133,6 @@ CALLBACKS: dict[str, Callable[[Path], L.Callback]] = {
     "ema": lambda _: callbacks.EMAWeightAveraging(decay=0.5),
     "swa": lambda _: callbacks.StochasticWeightAveraging(0.01, 1),
     "rates": lambda _: callbacks.LearningRateMonitor(),
-    "accumulation": lambda _: callbacks.GradientAccumulationScheduler({0: 1, 1: 2}),
     "writer": lambda _: Writer(),
 }
 AFTERWARDS = (
@@ -205,11 +204,7 @@ def draw(seed: int) -> Program:
         return tuple(name for name in names if chance.random() < share)
 
     model = some(MODEL, 0.2)
-    chosen_callbacks = some(CALLBACKS, 0.2)
     options = {name: chance.choice(values) for name, values in TRAINER.items()}
-    if "accumulation" in chosen_callbacks:
-        options |= {"accumulate_grad_batches": 1}
-        model = tuple(name for name in model if name != "manual")
     if "manual" in model:
         options |= {"accumulate_grad_batches": 1, "gradient_clip_val": None}
     return Program(
@@ -224,7 +219,7 @@ def draw(seed: int) -> Program:
         metric=chance.choice([*METRICS]),
         model=model,
         logged=some(LOGGED, 0.4),
-        callbacks=chosen_callbacks,
+        callbacks=some(CALLBACKS, 0.2),
         afterwards=some(AFTERWARDS, 0.25),
     )
 
@@ -295,7 +290,9 @@ class Watched(L.LightningModule):
         return loss
 
     def configure_callbacks(self) -> list[L.Callback]:
-        if "estimates" in self.program.model:
+        # A user's DistributedSampler needs the process group, which opens after this hook.
+        needs_group = self.program.train == "own sampler"
+        if "estimates" in self.program.model and not needs_group:
             self.seen.append(self.trainer.estimated_stepping_batches)
         return []
 

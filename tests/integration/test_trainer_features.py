@@ -57,7 +57,7 @@ def stop_early_and_test_the_best(kind: training.Kind, directory: Path) -> dict[s
     stopping = callbacks.EarlyStopping("val_loss", patience=2)
     trainer = training.make_trainer(
         training.make_strategy(kind, directory),
-        callbacks=[checkpoint, stopping],
+        callbacks=[checkpoint, stopping, callbacks.GradientAccumulationScheduler({0: 1, 1: 2})],
         enable_checkpointing=True,
         max_epochs=9,
     )
@@ -67,6 +67,7 @@ def stop_early_and_test_the_best(kind: training.Kind, directory: Path) -> dict[s
     trainer.strategy.barrier()  # rank 0 has written its files
     return {
         "epochs": trainer.current_epoch,
+        "steps": trainer.global_step,
         "stopped at": stopping.stopped_epoch,
         "best": Path(checkpoint.best_model_path).name,
         "kept": sorted(Path(path).name for path in checkpoint.best_k_models),
@@ -86,6 +87,7 @@ def test_a_run_with_a_data_module_stops_early_and_tests_its_best_checkpoint(
     first, second = ours
     assert first["files"] == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
     assert (first["best"], first["epochs"]) == ("epoch=1.ckpt", 4)
+    assert first["steps"] == 4 + 3 * 2, "two batches a step after the first epoch"
     assert first["hooks"] == ["prepare_data", "setup", "teardown"]
     assert second["hooks"] == ["setup", "teardown"]
 
