@@ -2,7 +2,6 @@
 on a code host.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -12,13 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
 FILES = [
-    *DOCS.rglob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
     *(ROOT / name for name in ("README.md", "examples/README.md", "benchmarks/README.md")),
 ]
-# By path from docs/, such as "guides/hangs.md" or "../README.md".
-TEXTS = {os.path.relpath(path, DOCS): path.read_text() for path in FILES}
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +106,9 @@ CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 MARKUP = re.compile(r"^--8<--.*|^:::.*|^!!! .*|\{ ?[#:.].*|^```\{.*", re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_a_page_can_be_read_on_a_code_host(name: str) -> None:
+@pytest.mark.parametrize("page", FILES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_can_be_read_on_a_code_host(page: Path) -> None:
     """Links lead to files, and no markup needs the site; its build checks headings."""
-    folder = (DOCS / name).parent
-    links = LINKED.findall(TEXTS[name])
-    assert [link for link in links if not (folder / link).is_file()] == []
-    assert MARKUP.findall(CODE.sub("", TEXTS[name])) == []
+    text = page.read_text()
+    assert [link for link in LINKED.findall(text) if not (page.parent / link).is_file()] == []
+    assert MARKUP.findall(CODE.sub("", text)) == []
