@@ -17,9 +17,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 from measuring import (
@@ -47,40 +47,55 @@ import lightning_ddp_ext
 print((time.process_time() - begin) * 1000, (status("RssAnon:", "RssShmem:") - before) / MIB)
 """
 
-# The strategy, whether torchrun starts the ranks, and an argument of the worker.
-STARTS: dict[str, tuple[Any, ...]] = {
-    "stock `ddp`": ("ddp", False),
-    "`ddp_ext`": ("ddp_ext", False),
-    "`ddp_ext`, imported before Lightning": ("ddp_ext", False, "first"),
-    "stock `ddp_spawn`": ("ddp_spawn", False),
-    "`ddp_ext_spawn`": ("ddp_ext_spawn", False),
-    "stock `ddp_fork`": ("ddp_fork", False),
-    "`ddp_ext_fork`": ("ddp_ext_fork", False),
-    "`ddp_ext_forkserver`, safe with CUDA": ("ddp_ext_forkserver", False),
-    "stock `ddp`, torchrun": ("ddp", True),
-    "`ddp_ext`, torchrun": ("ddp_ext", True),
-    "`ddp_ext`, imported before Lightning, torchrun": ("ddp_ext", True, "first"),
+
+@dataclass(frozen=True)
+class Start:
+    """A way to start the worker's ranks."""
+
+    strategy: str
+    by_torchrun: bool = False
+    imports_first: bool = False  # this package, before Lightning
+
+
+STARTS = {
+    "stock `ddp`": Start("ddp"),
+    "`ddp_ext`": Start("ddp_ext"),
+    "`ddp_ext`, imported before Lightning": Start("ddp_ext", imports_first=True),
+    "stock `ddp_spawn`": Start("ddp_spawn"),
+    "`ddp_ext_spawn`": Start("ddp_ext_spawn"),
+    "stock `ddp_fork`": Start("ddp_fork"),
+    "`ddp_ext_fork`": Start("ddp_ext_fork"),
+    "`ddp_ext_forkserver`, safe with CUDA": Start("ddp_ext_forkserver"),
+    "stock `ddp`, torchrun": Start("ddp", by_torchrun=True),
+    "`ddp_ext`, torchrun": Start("ddp_ext", by_torchrun=True),
+    "`ddp_ext`, imported before Lightning, torchrun": Start(
+        "ddp_ext", by_torchrun=True, imports_first=True
+    ),
 }
 DEATHS = {
-    "plain script": ("ddp_ext", False),
-    "spawn": ("ddp_ext_spawn", False),
-    "fork": ("ddp_ext_fork", False),
-    "forkserver": ("ddp_ext_forkserver", False),
-    "torchrun": ("ddp_ext", True),
+    "plain script": Start("ddp_ext"),
+    "spawn": Start("ddp_ext_spawn"),
+    "fork": Start("ddp_ext_fork"),
+    "forkserver": Start("ddp_ext_forkserver"),
+    "torchrun": Start("ddp_ext", by_torchrun=True),
 }
 
 
 @contextmanager
 def started(
-    strategy: str, by_torchrun: bool, world_size: int, *arguments: str
+    start: Start, world_size: int, *, endless: bool = False
 ) -> Iterator[tuple[psutil.Popen, Path]]:
     """Start the worker; each rank writes a file into the directory when its first step
     begins, and its output into ``output``.
     """
-    torchrun = (
-        ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size)] if by_torchrun else []
-    )
-    command = [sys.executable, *torchrun, str(WORKER), strategy, str(world_size), *arguments]
+    command = [sys.executable]
+    if start.by_torchrun:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
+    command += [str(WORKER), start.strategy, str(world_size)]
+    if endless:
+        command.append("endless")
+    if start.imports_first:
+        command.append("first")
     with scratch_directory() as directory:
         environment = {**os.environ, "FIRST_STEP_DIRECTORY": str(directory)}
         with (directory / "output").open("w") as output:
@@ -95,14 +110,12 @@ def first_steps(directory: Path) -> list[list[str]]:
     return [path.read_text().split() for path in sorted(directory.glob("*.step"))]
 
 
-def seconds_to_first_step(
-    world_size: int, strategy: str, by_torchrun: bool, *arguments: str
-) -> Figures:
+def seconds_to_first_step(world_size: int, start: Start) -> Figures:
     begin = time.monotonic()
-    with started(strategy, by_torchrun, world_size, *arguments) as (run, directory):
+    with started(start, world_size) as (run, directory):
         if run.wait(timeout=180) != 0:
             output = (directory / "output").read_text()
-            raise SystemExit(f"{strategy} ended with {run.returncode}:\n{output[-4000:]}")
+            raise SystemExit(f"{start} ended with {run.returncode}:\n{output[-4000:]}")
         moments = [float(moment) for moment, _ in first_steps(directory)]
     assert len(moments) == world_size, moments
     return {"seconds": max(moments) - begin}
@@ -118,7 +131,7 @@ def measure_start(effort: Effort) -> Table:
     compile_sources()
     for world_size in world_sizes:
         kinds: dict[str, Callable[[], Figures]] = {
-            name: partial(seconds_to_first_step, world_size, *STARTS[name]) for name in names
+            name: partial(seconds_to_first_step, world_size, STARTS[name]) for name in names
         }
         results = take_turns(kinds, effort.repeats(3))
         for name in names:
@@ -161,11 +174,11 @@ def compile_sources() -> None:
         compileall.compile_dir(directory, quiet=1)
 
 
-def seconds_until_exit(strategy: str, by_torchrun: bool, world_size: int, victim: int) -> float:
+def seconds_until_exit(start: Start, world_size: int, victim: int) -> float:
     """Measure the time from SIGKILL to one rank in training until the last process
     exited.
     """
-    with started(strategy, by_torchrun, world_size, "endless") as (run, directory):
+    with started(start, world_size, endless=True) as (run, directory):
         while len(first_steps(directory)) < world_size:
             time.sleep(0.05)
             assert run.poll() is None, "the run ended before every rank had trained a step"
@@ -192,10 +205,7 @@ def measure_deaths(effort: Effort) -> Table:
     rows = []
     for name in effort.choose(list(DEATHS), quick=["fork"]):
         found = [
-            [
-                seconds_until_exit(*DEATHS[name], world_size, victim)
-                for _ in range(effort.repeats(1))
-            ]
+            [seconds_until_exit(DEATHS[name], world_size, victim) for _ in range(effort.repeats(1))]
             for victim in range(world_size)
         ]
         rows.append(
