@@ -3,8 +3,6 @@
 import gc
 import os
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext import DDPExtStrategy, HangWatchdog, RankZeroCheckpointIO
+from lightning_ddp_ext import DDPExtStrategy
 from tests.harness import training
 from tests.harness.ranks import run_ranks
 from tests.harness.training import Net
-from tests.supervision.model import BoomError, boom, terminate
 
 
 class Resources(NamedTuple):
@@ -59,45 +56,6 @@ def test_groups_formed_one_after_another_free_their_sockets_and_threads(
         # some for each group.
         assert last.descriptors <= second.descriptors + 1, resources
         assert last.threads <= second.threads + 1, resources
-
-
-def objects_of_run(directory: Path, end: Callable[[], object]) -> dict[str, weakref.ref[Any]]:
-    """Return references to what a run used, whose second step begins with ``end()``."""
-    strategy = training.make_strategy(
-        "ours", directory, checkpoint_io=RankZeroCheckpointIO(background=True)
-    )
-    callbacks = [training.At("on_train_batch_start", lambda _: end(), earlier=1), HangWatchdog(600)]
-    options = {"enable_checkpointing": True, "default_root_dir": directory}
-    trainer = training.make_trainer(strategy, callbacks=callbacks, **options)
-    model = Net()
-    with suppress(BoomError, SystemExit):
-        trainer.fit(model)
-    used = {
-        "Trainer": trainer,
-        "strategy": strategy,
-        "module": model,
-        "optimiser": trainer.optimizers[0],
-        "loader": trainer.train_dataloader,
-    }
-    if trainer.val_dataloaders is not None:
-        used["validation loader"] = trainer.val_dataloaders
-    return {name: weakref.ref(part) for name, part in used.items()}
-
-
-def left_after_run(
-    rank: int, world_size: int, directory: Path, end: Callable[[], object]
-) -> list[str]:
-    used = objects_of_run(directory, end)
-    gc.collect()
-    return [name for name, reference in used.items() if reference() is not None]
-
-
-@pytest.mark.parametrize("end", [int, boom, terminate], ids=["finished", "failed", "stopped"])
-def test_a_run_that_ended_holds_no_memory(end: Callable[[], object], tmp_path: Path) -> None:
-    """What a run used is freed with the script's last reference to it, before the next
-    run.
-    """
-    assert run_ranks(left_after_run, 2, tmp_path, end) == [[], []]
 
 
 class Reloaded(Net):

@@ -2,6 +2,7 @@
 
 import copy
 import faulthandler
+import gc
 import os
 import pickle
 import re
@@ -9,8 +10,10 @@ import resource
 import signal
 import threading
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Set
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +26,7 @@ from lightning_ddp_ext import (
     HangWatchdog,
     RankConsistency,
     RankZeroCheckpoint,
+    RankZeroCheckpointIO,
     SamplerEpochSeeding,
     SyncBatchNormConversion,
 )
@@ -92,18 +96,27 @@ class Replaced(NamedTuple):
     between_runs: list[set[str]]  # also before the first and after the last
 
 
-def fit_and_evaluate(
-    kind: training.Kind, directory: Path, model: Net, *callbacks: L.Callback, **options: Any
-) -> Replaced:
+def fit_and_evaluate(kind: training.Kind, directory: Path, with_our_callbacks: bool) -> Replaced:
     warnings.simplefilter("ignore")
     in_hooks: list[set[str]] = []
-    looks = [
+    callbacks: list[L.Callback] = [
         training.At(hook, lambda trainer: in_hooks.append(replaced_methods(trainer)))
         for hook in HOOKS
     ]
-    strategy = training.make_strategy(kind, directory)
-    options = {"val_check_interval": 2, "callbacks": [*looks, *callbacks], **options}
-    trainer = training.make_trainer(strategy, **options)
+    if with_our_callbacks:
+        callbacks += [
+            SyncBatchNormConversion(),
+            SamplerEpochSeeding(),
+            RankConsistency(),
+            RankZeroCheckpoint(directory),
+        ]
+    trainer = training.make_trainer(
+        training.make_strategy(kind, directory),
+        val_check_interval=2,
+        callbacks=callbacks,
+        enable_checkpointing=with_our_callbacks,
+    )
+    model = TwoLoaders()
     between_runs = [replaced_methods(trainer)]
     for run in (trainer.fit, trainer.validate, trainer.test):
         run(model)
@@ -111,31 +124,17 @@ def fit_and_evaluate(
     return Replaced(in_hooks, between_runs)
 
 
-def use_several_loaders(kind: training.Kind, directory: Path) -> Replaced:
-    return fit_and_evaluate(kind, directory, TwoLoaders())
-
-
-def use_our_callbacks(kind: training.Kind, directory: Path) -> Replaced:
-    callbacks = [
-        SyncBatchNormConversion(),
-        SamplerEpochSeeding(),
-        RankConsistency(),
-        RankZeroCheckpoint(directory),
-    ]
-    return fit_and_evaluate(kind, directory, Net(), *callbacks, enable_checkpointing=True)
-
-
-@pytest.mark.parametrize("use", [use_several_loaders, use_our_callbacks])
+@pytest.mark.parametrize("with_our_callbacks", [False, True], ids=["alone", "with our callbacks"])
 @pytest.mark.parametrize("kind", training.KINDS)
 def test_hardly_anything_is_replaced_in_a_run_and_nothing_after_it(
-    kind: training.Kind, use: Callable[..., Replaced], tmp_path: Path
+    kind: training.Kind, with_our_callbacks: bool, tmp_path: Path
 ) -> None:
     """At most four methods are replaced, and none of a loader, fetcher or result.
 
     This also holds with our callbacks in a stock strategy.
     """
-    uses_ours = kind == "ours" or use is use_our_callbacks
-    for replaced in training.on_ranks(kind, use, tmp_path):
+    uses_ours = kind == "ours" or with_our_callbacks
+    for replaced in training.on_ranks(kind, fit_and_evaluate, tmp_path, with_our_callbacks):
         assert max(map(len, replaced.in_hooks)) <= 4
         owners = {name.partition(".")[0].lower() for name in set().union(*replaced.in_hooks)}
         assert [owner for owner in owners if any(word in owner for word in DATA)] == []
@@ -147,24 +146,24 @@ class Played(NamedTuple):
     """A run with a callback, and what it leaves changed in its process."""
 
     run: str
-    callback: L.Callback
-    leaves: set[str]
+    make_callback: Callable[[], L.Callback] = L.Callback
+    leaves: Set[str] = frozenset()
 
 
 BATCH_END = "on_train_batch_end"
 DEFERRED = {"SIGTERM", "SigCgt"}  # SIGTERM waits for some seconds
 RUNS = {
-    "fit": Played("fit", L.Callback(), leaves=set()),
-    "validate": Played("validate", L.Callback(), leaves=set()),
-    "test": Played("test", L.Callback(), leaves=set()),
-    "predict": Played("predict", L.Callback(), leaves=set()),
-    "stopped": Played("fit", continuing.signalled(BATCH_END), leaves=set()),
-    "failed": Played("fit", training.At(BATCH_END, supervision.boom), leaves=DEFERRED),
-    "interrupted": Played("fit", training.At(BATCH_END, supervision.interrupt), leaves=DEFERRED),
+    "fit": Played("fit"),
+    "validate": Played("validate"),
+    "test": Played("test"),
+    "predict": Played("predict"),
+    "stopped": Played("fit", partial(training.At, BATCH_END, supervision.terminate)),
+    "failed": Played("fit", partial(training.At, BATCH_END, supervision.boom), DEFERRED),
+    "interrupted": Played("fit", partial(training.At, BATCH_END, supervision.interrupt), DEFERRED),
     "interrupted in setup": Played(
-        "fit", training.At("setup", supervision.interrupt), leaves=DEFERRED
+        "fit", partial(training.At, "setup", supervision.interrupt), DEFERRED
     ),
-    "fit after failures": Played("fit", L.Callback(), leaves=set()),
+    "fit after failures": Played("fit"),
 }
 
 
@@ -189,19 +188,39 @@ def changed_in_process(before: dict[str, Any]) -> set[str]:
     return {name for name in before | now if before.get(name) != now.get(name)}
 
 
+def parts_of_run(kind: training.Kind, directory: Path, played: Played) -> list[weakref.ref[Any]]:
+    """Run, and return references to what the run used."""
+    strategy = training.make_strategy(
+        kind, directory, checkpoint_io=RankZeroCheckpointIO(background=True)
+    )
+    trainer = training.make_trainer(
+        strategy,
+        callbacks=[HangWatchdog(600), played.make_callback()],
+        default_root_dir=directory,
+        enable_checkpointing=True,
+    )
+    model = Net()
+    with suppress(supervision.BoomError, SystemExit):
+        getattr(trainer, played.run)(model)
+    loaders = [trainer.train_dataloader, trainer.val_dataloaders]
+    used = [trainer, strategy, model, *trainer.optimizers, *filter(None, loaders)]
+    return [weakref.ref(part) for part in used]
+
+
 def changed_by_runs(kind: training.Kind, directory: Path) -> dict[str, set[str]]:
-    """Return the changes after each run in a process that prints stacks on a signal."""
+    """Return the changes after each run, and the types of what it used and did not free,
+    in a process that prints stacks on a signal.
+    """
     warnings.simplefilter("ignore")
     faulthandler.register(signal.SIGUSR1)
     before = process_state()
     changed = {}
     for name, played in RUNS.items():
-        strategy = training.make_strategy(kind, directory)
-        callbacks = [HangWatchdog(600), played.callback]
-        trainer = training.make_trainer(strategy, callbacks=callbacks, default_root_dir=directory)
-        with suppress(supervision.BoomError, SystemExit):
-            getattr(trainer, played.run)(Net())
-        changed[name] = changed_in_process(before)
+        parts = parts_of_run(kind, directory, played)
+        gc.collect()
+        kept = {type(part()).__name__ for part in parts if part() is not None}
+        changed[name] = changed_in_process(before) | kept
+    trainer = training.make_trainer(training.make_strategy(kind, directory))
     trainer.strategy.setup_environment()  # by hand, and never torn down
     changed["setup_environment"] = changed_in_process(before)
     return changed
@@ -215,7 +234,8 @@ def is_left_over(changed: str) -> bool:
 
 
 def test_a_run_leaves_its_process_as_it_was(tmp_path: Path) -> None:
-    """A process is unchanged after a run, however it ends.
+    """A process is unchanged after a run, however it ends, and what the run used is freed
+    with the script's last reference to it.
 
     Only the channel stays, and after a failure SIGTERM waits for some seconds.
     """

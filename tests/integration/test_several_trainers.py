@@ -220,25 +220,8 @@ def test_a_group_that_is_opened_after_a_run_on_one_device_is_used(tmp_path: Path
     assert ranks.run_ranks(train_alone_and_then_together, 2, tmp_path, env={}) == [2.0, 2.0]
 
 
-def train_in_our_group_and_in_another(rank: int, world_size: int, directory: Path) -> None:
-    """Train, and then in a group that the script opens in place of ours."""
-    training.fit("ours", directory, Net())
-    dist.barrier()
-    dist.destroy_process_group()
-    with training.stock_group(rank, world_size, directory / "another"):
-        training.make_trainer("ddp_ext").fit(Net())
-
-
-def test_a_group_that_replaces_ours_is_used_with_a_warning(tmp_path: Path) -> None:
-    """Rank 0 logs the warning, because settings of ours do not apply in that group."""
-    (tmp_path / "another").mkdir()
-    outcomes = ranks.launch_ranks(train_in_our_group_and_in_another, 2, tmp_path)
-    ranks.output_of_all(outcomes)
-    assert [outcome.output.count(OTHER_CODES_GROUP) for outcome in outcomes] == [1, 0]
-
-
-def open_a_group_at_our_address(rank: int, world_size: int) -> int:
-    """Train, destroy the group, and open one by the variables that ours used."""
+def train_again_at_our_address(rank: int, world_size: int) -> int:
+    """Train, and then in a group that the script opens by the variables that ours used."""
     trainer = training.make_trainer("ddp_ext")
     trainer.fit(Net())
     dist.barrier()
@@ -246,6 +229,7 @@ def open_a_group_at_our_address(rank: int, world_size: int) -> int:
     if rank == 0:
         assert trainer.log_dir  # without a group, no rank needs the others
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    training.make_trainer("ddp_ext").fit(Net())
     ranks_there = torch.ones(())
     dist.all_reduce(ranks_there)
     dist.destroy_process_group()
@@ -253,9 +237,15 @@ def open_a_group_at_our_address(rank: int, world_size: int) -> int:
 
 
 def test_a_script_may_open_a_group_at_the_address_of_ours() -> None:
-    """After a run, rank 0 no longer listens there."""
+    """After a run, rank 0 no longer listens there.
+
+    Rank 0 logs a warning, because settings of ours do not apply in the new group.
+    """
     env = ranks.by_hand_env(2, free_port())
-    assert ranks.run_ranks(open_a_group_at_our_address, 2, env=env) == [2, 2]
+    outcomes = ranks.launch_ranks(train_again_at_our_address, 2, env=env)
+    ranks.output_of_all(outcomes)
+    assert [outcome.result for outcome in outcomes] == [2, 2]
+    assert [outcome.output.count(OTHER_CODES_GROUP) for outcome in outcomes] == [1, 0]
 
 
 def choose_init_method(kind: training.Kind, directory: Path) -> str:
