@@ -104,23 +104,6 @@ METRICS: dict[str, type[Metric] | None] = {
     "sums": MeanSquaredError,
     "lists": BinaryAUROC,  # torchmetrics gathers its states
 }
-
-
-class Writer(callbacks.BasePredictionWriter):
-    """Has the module record what it is to write."""
-
-    def __init__(self) -> None:
-        super().__init__("batch_and_epoch")
-
-    def write_on_batch_end(
-        self, trainer: Any, module: Any, prediction: Any, indices: Any, *_: Any
-    ) -> None:
-        module.seen.append((prediction, indices))
-
-    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
-        module.seen.append((predictions, indices))
-
-
 CALLBACKS: dict[str, Callable[[Path], L.Callback]] = {
     "last": lambda place: callbacks.ModelCheckpoint(place / "files", save_last="link"),
     "steps": lambda place: callbacks.ModelCheckpoint(
@@ -133,7 +116,6 @@ CALLBACKS: dict[str, Callable[[Path], L.Callback]] = {
     "ema": lambda _: callbacks.EMAWeightAveraging(decay=0.5),
     "swa": lambda _: callbacks.StochasticWeightAveraging(0.01, 1),
     "rates": lambda _: callbacks.LearningRateMonitor(),
-    "writer": lambda _: Writer(),
 }
 AFTERWARDS = (
     "validate",
@@ -203,13 +185,16 @@ def draw(seed: int) -> Program:
     def some(names: Iterable[str], share: float) -> tuple[str, ...]:
         return tuple(name for name in names if chance.random() < share)
 
+    train = chance.choice([*LOADERS])
     model = some(MODEL, 0.2)
+    if train == "own sampler":  # which needs the process group, and that opens later
+        model = tuple(name for name in model if name != "estimates")
     options = {name: chance.choice(values) for name, values in TRAINER.items()}
     if "manual" in model:
         options |= {"accumulate_grad_batches": 1, "gradient_clip_val": None}
     return Program(
         seed,
-        train=chance.choice([*LOADERS]),
+        train=train,
         # Of a shuffled loader, stock draws an order of predictions on each rank.
         validation=chance.choice(["in order", "own sampler", "stream"]),
         samples=chance.choice([20, 24, 25]),
@@ -259,6 +244,21 @@ class Watching(L.Callback):
         self.calls.append((name, trainer.global_step, *([torch.rand(())] if draws else [])))
 
 
+class Writer(callbacks.BasePredictionWriter):
+    """Has the module record what it is to write."""
+
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+
+    def write_on_batch_end(
+        self, trainer: Any, module: Any, prediction: Any, indices: Any, *_: Any
+    ) -> None:
+        module.seen.append((prediction, indices))
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        module.seen.append((predictions, indices))
+
+
 class Watched(L.LightningModule):
     """The model of a program, which records its batches and the values that it reads."""
 
@@ -290,9 +290,7 @@ class Watched(L.LightningModule):
         return loss
 
     def configure_callbacks(self) -> list[L.Callback]:
-        # A user's DistributedSampler needs the process group, which opens after this hook.
-        needs_group = self.program.train == "own sampler"
-        if "estimates" in self.program.model and not needs_group:
+        if "estimates" in self.program.model:
             self.seen.append(self.trainer.estimated_stepping_batches)
         return []
 
@@ -381,7 +379,7 @@ class Play:
         finds_unused = {"find_unused_parameters": True} if "unused" in self.program.model else {}
         return training.make_trainer(
             training.make_strategy(self.kind, self.shared, **finds_unused),
-            callbacks=[self.watching, *made],
+            callbacks=[self.watching, Writer(), *made],
             default_root_dir=self.place,
             logger=[
                 CSVLogger(self.place, name="logged", version="0"),
