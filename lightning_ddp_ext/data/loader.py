@@ -141,16 +141,13 @@ class LazyIterator(Iterator[Any]):
 
     Attributes:
         loader: the loader.
-        before_next: called before each request of a batch, including the one that finds
-            the end; ``None`` for nothing.
-        is_announced: whether the next request skips it, because the iterator before
-            this one has called it for the same batch.
+        before_next: called before each request of a batch but the first one, including
+            the request that finds the end; ``None`` for nothing.
     """
 
     def __init__(self, loader: DistributedLoader) -> None:
         self.loader = loader
         self.before_next: Callable[[], object] | None = None
-        self.is_announced = False
         self._batches: Iterator[Any] | None = None
 
     def start(self) -> Iterator[Any]:
@@ -160,11 +157,10 @@ class LazyIterator(Iterator[Any]):
         return self._batches
 
     def __next__(self) -> Any:
-        batches = self.start()
-        if self.before_next is not None and not self.is_announced:
+        has_started = self._batches is not None
+        if has_started and self.before_next is not None:
             self.before_next()
-        self.is_announced = False
-        return next(batches)
+        return next(self.start())
 
 
 def source_of(loader: Any) -> Any:

@@ -187,14 +187,18 @@ class EpochCursor:
             return iter(own_copy(loader.loader))
 
     def _start_training(self, loader: TrainingLoader, iterator: LazyIterator) -> Iterator[Any]:
-        """Start an iterator of the fit loop, with all others if an epoch begins."""
-        if combined_iterator_of(self._trainer.fit_loop) is not self._combined_iterator:
-            self._enter_epoch()
-            return self._start_together(loader, iterator)
-        # A loader shorter than the epoch begins again. Its ended iterator has already called
-        # `before_next` for this batch.
-        iterator.is_announced = True
-        return self._start_at_position(loader, iterator)
+        """Start an iterator of the fit loop, with all others if an epoch begins.
+
+        If a loader that is shorter than the epoch begins again, its ended iterator has
+        already called ``_before_batch`` for this batch.
+        """
+        if combined_iterator_of(self._trainer.fit_loop) is self._combined_iterator:
+            return self._start_at_position(loader, iterator)
+        self._enter_epoch()
+        batches = self._start_together(loader, iterator)
+        if iterator.before_next is not None:
+            iterator.before_next()
+        return batches
 
     def _enter_epoch(self) -> None:
         """Find the position at which the epoch begins or continues."""
