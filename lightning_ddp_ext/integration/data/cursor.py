@@ -115,14 +115,14 @@ class EpochCursor:
             return
         saved = read_saved(
             checkpoint,
+            rank=self._strategy.global_rank,
             accumulated=self._trainer.accumulate_grad_batches,
             repeats_epoch=self.resume_data == "epoch",
         )
         checkpoint["loops"]["fit_loop"] = saved.loops_at(saved.restart)
         if saved.seed is not None:
             self.known_seed = saved.seed
-        rank = self._strategy.global_rank
-        self._saver.had_validation_workers = saved.had_validation_workers(rank)
+        self._saver.had_validation_workers = saved.own.has_seeded_validation
         is_strict = self.resume_data == "strict"
         self._resumed = ResumedEpoch(
             self._strategy, self._parts.replaced, saved, is_strict=is_strict

@@ -144,14 +144,9 @@ class ResumedEpoch:
         except ResumeError as error:
             refuse(self._strategy, error)
 
-    @property
-    def _states(self) -> Sequence[Mapping[str, Any]]:
-        """The saved states of this rank's loaders."""
-        return self._saved.loaders_of(self._strategy.global_rank)
-
     def _check(self) -> None:
         """Raise if the training loaders are not those of which the states were saved."""
-        states = self._states
+        states = self._saved.own.loaders
         if len(states) != len(self._placed):
             raise ResumeError(
                 f"epoch {self.restart.epoch} cannot be resumed in the middle: it began with"
@@ -169,7 +164,9 @@ class ResumedEpoch:
         self._count_batches()
         different = [
             loader.position.name
-            for loader, state in zip(training_loaders_of(self._trainer), self._states, strict=True)
+            for loader, state in zip(
+                training_loaders_of(self._trainer), self._saved.own.loaders, strict=True
+            )
             if not self._continue_loader(loader, state, seeding)
         ]
         return different[0] if different else None
@@ -179,14 +176,13 @@ class ResumedEpoch:
     ) -> bool:
         """Continue in a loader, and return whether it draws the same as the resumed run."""
         epoch = self.restart.epoch
-        rank = self._strategy.global_rank
         position = loader.position
         position.on_progress = partial(report_progress, self._trainer)
         needs_own_state = position.is_by_rank and state["at"] > 0
-        if needs_own_state and self._saved.random_state_of(rank) is None:
+        if needs_own_state and self._saved.own.random is None:
             return False
         loader.set_epoch(epoch)
-        with loader.workers_of(epoch, rank=rank, seeding=seeding):
+        with loader.workers_of(epoch, rank=self._strategy.global_rank, seeding=seeding):
             return position.continue_epoch(epoch, state, done=self.restart.done)
 
     def _count_batches(self) -> None:
@@ -200,7 +196,7 @@ class ResumedEpoch:
         whole = combine(length_or_inf(position.loader) for position in self._placed)
         left = combine(
             position.left_after(state["at"])
-            for position, state in zip(self._placed, self._states, strict=True)
+            for position, state in zip(self._placed, self._saved.own.loaders, strict=True)
             # A loader that has begun again is shorter, and does not end the epoch.
             if state["number"] == 0
         )

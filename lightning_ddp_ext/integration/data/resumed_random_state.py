@@ -52,11 +52,10 @@ class ResumedRandomState:
     """This rank's random state in a checkpoint, and when to restore it."""
 
     def __init__(self, strategy: RankDevicesStrategy, saved: SavedEpoch) -> None:
-        rank = strategy.global_rank
         self._strategy = strategy
         self._epoch = saved.restart.epoch
-        self._state = saved.random_state_of(rank)
-        self._recorded_at = saved.random_state_recorded_at(rank)
+        self._state = saved.own.random
+        self._recorded_at = saved.random_state_recorded_at
         self._is_restored = False
         self._iterator_before: Any = None  # the combined iterator when it was restored
 

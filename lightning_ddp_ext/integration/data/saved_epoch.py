@@ -1,17 +1,8 @@
-"""Read from a checkpoint where training continues, and the states of its ranks.
+"""Read from a checkpoint where training continues, and a rank's state there.
 
 The strategy adds one section to a checkpoint, which is otherwise unchanged, so stock
-``ddp`` can also resume from it. The section has where training continues, and the state
-of each rank there:
-
-=========================  ===========================================================
-``random``                 random states; ``None`` if they cannot be restored
-``loaders``                ``LoaderPosition.state_dict`` of each training loader; empty
-                           between two epochs
-``has_drawn_seeds``        whether the random states of an epoch's start are from after
-                           its iterators drew the seeds of workers
-``has_seeded_validation``  whether workers for validation persist and were seeded
-=========================  ===========================================================
+``ddp`` can also resume from it. The section has where training continues, and the
+fields of a :class:`RankState` for each rank.
 """
 
 from __future__ import annotations
@@ -40,56 +31,56 @@ class RecordedAt(Enum):
 
 
 @dataclass(frozen=True)
+class RankState:
+    """The data-related state of one rank in a checkpoint.
+
+    The defaults are those of a checkpoint without it, or of an epoch that is repeated.
+
+    Args:
+        random: the random states; ``None`` if they cannot be restored.
+        loaders: ``LoaderPosition.state_dict`` of each training loader; empty between
+            two epochs.
+        has_drawn_seeds: whether the random states of an epoch's start are from after
+            its iterators drew the seeds of workers.
+        has_seeded_validation: whether workers for validation persist and were seeded.
+    """
+
+    random: list[Any] | None = None
+    loaders: Sequence[Mapping[str, Any]] = ()
+    has_drawn_seeds: bool = True
+    has_seeded_validation: bool = False
+
+
+@dataclass(frozen=True)
 class SavedEpoch:
-    """The epoch with which a checkpoint continues.
+    """The epoch with which a checkpoint continues, for one rank.
 
     Args:
         restart: where training continues.
         loops: the fit loop's state as it was saved.
         seed: the seed for the order of samples; ``None`` if the checkpoint has none.
         stopped: where all ranks stopped and saved the checkpoint, if they did.
-        ranks: the data-related state of each rank; empty if the checkpoint has none, or
-            none that is used.
+        own: the state of the rank.
     """
 
     restart: Restart
     loops: Mapping[str, Any]
     seed: int | None = None
     stopped: Stopped | None = None
-    ranks: Sequence[Mapping[str, Any]] = ()
+    own: RankState = RankState()
 
     def loops_at(self, restart: Restart) -> dict[str, Any]:
         """Return a state of the fit loop from which Lightning continues correctly."""
         return change_to(self.loops, restart, stopped=self.stopped)
 
-    def _state_of(self, rank: int) -> Mapping[str, Any]:
-        """Return a rank's state.
-
-        For a rank that did not exist, return what all ranks have in common.
-        """
-        return self.ranks[rank] if rank < len(self.ranks) else shared_state(self.ranks[0])
-
-    def loaders_of(self, rank: int) -> Sequence[Mapping[str, Any]]:
-        """Return the states of a rank's training loaders."""
-        states: Sequence[Mapping[str, Any]] = self._state_of(rank)["loaders"]
-        return states
-
-    def random_state_of(self, rank: int) -> list[Any] | None:
-        """Return a rank's random states, or ``None`` if they were not saved."""
-        return self._state_of(rank)["random"] if self.ranks else None
-
-    def random_state_recorded_at(self, rank: int) -> RecordedAt:
-        """Return the moment at which a rank's random states were recorded."""
+    @property
+    def random_state_recorded_at(self) -> RecordedAt:
+        """The moment at which the rank's random states were recorded."""
         if self.restart.at == "batch_end":
             return RecordedAt.AFTER_BATCH
         if self.restart.at != "epoch_start":
             return RecordedAt.IN_VALIDATION
-        has_drawn_seeds = not self.ranks or self._state_of(rank)["has_drawn_seeds"]
-        return RecordedAt.EPOCH_START if has_drawn_seeds else RecordedAt.BETWEEN_EPOCHS
-
-    def had_validation_workers(self, rank: int) -> bool:
-        """Whether workers for validation persisted and had been seeded."""
-        return bool(self.ranks) and self._state_of(rank)["has_seeded_validation"]
+        return RecordedAt.EPOCH_START if self.own.has_drawn_seeds else RecordedAt.BETWEEN_EPOCHS
 
 
 def make_section(
@@ -97,7 +88,8 @@ def make_section(
 ) -> dict[str, Any]:
     """Return the section of a checkpoint that :func:`read_saved` reads.
 
-    For the arguments, see :class:`SavedEpoch`.
+    ``ranks`` has the fields of each rank's :class:`RankState`. For the other arguments,
+    see :class:`SavedEpoch`.
     """
     return {
         "version": VERSION,
@@ -109,15 +101,16 @@ def make_section(
 
 
 def read_saved(
-    checkpoint: Mapping[str, Any], *, accumulated: int, repeats_epoch: bool
+    checkpoint: Mapping[str, Any], *, rank: int, accumulated: int, repeats_epoch: bool
 ) -> SavedEpoch:
-    """Read the epoch with which a checkpoint continues.
+    """Read the epoch with which a checkpoint continues on a rank.
 
     Without a section that this release can read, the epoch starts again, with a
     warning.
 
     Args:
         checkpoint: a checkpoint with the state of loops.
+        rank: the rank. If the saving run did not have it, it gets what all ranks share.
         accumulated: the number of batches per optimiser step.
         repeats_epoch: whether an epoch always starts again.
     """
@@ -133,11 +126,12 @@ def read_saved(
         return SavedEpoch(restart, loops)
     restart = Restart(**section["restart"])
     ranks = section["ranks"]
+    own = RankState(**(ranks[rank] if rank < len(ranks) else shared_state(ranks[0])))
     if restart.is_within and repeats_epoch:
         restart = restart.from_epoch_start()
-        ranks = ()
+        own = RankState()
     return SavedEpoch(
-        restart, _without_loader_states(loops), section["seed"], section.get("stopped"), ranks
+        restart, _without_loader_states(loops), section["seed"], section["stopped"], own
     )
 
 
