@@ -72,7 +72,8 @@ class EpochCursor:
     Attributes:
         resume_data: the argument.
         known_seed: the seed for the order of samples, once it is known.
-        seeding: how ``SamplerEpochSeeding`` seeds loader workers.
+        seeding: how ``SamplerEpochSeeding`` seeds loader workers; the callback sets it
+            in its ``setup``, before a checkpoint is restored.
     """
 
     def __init__(
@@ -122,10 +123,13 @@ class EpochCursor:
         checkpoint["loops"]["fit_loop"] = saved.loops_at(saved.restart)
         if saved.seed is not None:
             self.known_seed = saved.seed
-        self._saver.had_validation_workers = saved.own.has_seeded_validation
-        is_strict = self.resume_data == "strict"
+        self._saver.had_seeded_validation = saved.own.has_seeded_validation
         self._resumed = ResumedEpoch(
-            self._strategy, self._parts.replaced, saved, is_strict=is_strict
+            self._strategy,
+            self._parts.replaced,
+            saved,
+            seeding=self.seeding,
+            is_strict=self.resume_data == "strict",
         )
 
     @property
@@ -175,7 +179,7 @@ class EpochCursor:
         if is_read_by_loop:
             # Without a length, Lightning reads a resumed epoch's first batch before it
             # sets the epoch of samplers.
-            is_set_by_lightning = self._resumed is None or self._resumed.has_started
+            is_set_by_lightning = self._resumed is None or self._resumed.is_training
             loader.set_epoch(self.epoch, is_set_by_lightning=is_set_by_lightning)
         rank = self._strategy.global_rank
         with loader.workers_of(self.epoch, rank=rank, seeding=self.seeding):
@@ -207,7 +211,7 @@ class EpochCursor:
         if self._resumed is not None and epoch > self._resumed.restart.epoch:
             self._resumed = None
         if self._resumed is not None:
-            self._resumed.before_iterators(self.seeding)
+            self._resumed.before_iterators()
         continues = self._resumed is not None and self._resumed.restart.is_within
         if not continues:
             for position in positions_of(self._trainer):
@@ -261,7 +265,7 @@ class EpochCursor:
         if self._resumed is None:
             return
         if self._resumed.describes_loops:
-            self._resumed.on_train_start(self.seeding)
+            self._resumed.on_train_start()
         else:
             # A `LearningRateFinder` has set the loops to its own file.
             self._resumed = None

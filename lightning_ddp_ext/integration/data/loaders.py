@@ -119,7 +119,7 @@ class TrainerLoaders:
         loader.on_iterator = self._before_validation
         # Loaders that are made again in this run have new workers.
         is_made_again = bool(validation_loaders_of(self._strategy.current_trainer))
-        if self.saver.had_validation_workers and not is_made_again:
+        if self.saver.had_seeded_validation and not is_made_again:
             loader.worker_seed.mark_seeded_in_resumed_run()
 
     def _prepare_training(self, loader: TrainingLoader) -> None:

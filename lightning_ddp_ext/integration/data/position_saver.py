@@ -77,7 +77,7 @@ class PositionSaver:
         stops: knows whether all ranks stop.
 
     Attributes:
-        had_validation_workers: whether the run that this one resumes had seeded workers
+        had_seeded_validation: whether the run that this one resumes had seeded workers
             for validation.
     """
 
@@ -90,13 +90,13 @@ class PositionSaver:
         self._trainer: Any = None  # of the last run in this process
         self._recorded: dict[Moment, RecordedState] = {}
         self._end: RankPosition | None = None
-        self.had_validation_workers = False
+        self.had_seeded_validation = False
 
     def attach(self, trainer: Any) -> None:
         """Drop what an earlier run recorded, and before a fit also where training ended."""
         self._trainer = trainer
         self._recorded = {}
-        self.had_validation_workers = False
+        self.had_seeded_validation = False
         if trainer.state.fn == "fit":
             self._end = None
 
@@ -111,7 +111,7 @@ class PositionSaver:
         """
         loaders = validation_loaders_of(self._trainer)
         if not loaders:
-            return self.had_validation_workers
+            return self.had_seeded_validation
         is_seeded = any(
             each.worker_seed.was_seeded(before_latest=before_latest) for each in loaders
         )

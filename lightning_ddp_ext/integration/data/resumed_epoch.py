@@ -56,13 +56,14 @@ class ResumedEpoch:
         strategy: our strategy.
         replaced: hides Lightning's warning of a resume in the middle of an epoch.
         saved: the content of the checkpoint.
+        seeding: how ``SamplerEpochSeeding`` seeds loader workers.
         is_strict: whether to raise if a loader cannot continue; otherwise the epoch is
             repeated.
 
     Attributes:
         restart: where training continues, with the batches of this number of ranks. It
             is the start of the epoch if that is repeated.
-        has_started: whether ``on_train_start`` was called.
+        is_training: whether ``on_train_start`` was called.
     """
 
     def __init__(
@@ -71,15 +72,17 @@ class ResumedEpoch:
         replaced: ReplacedMethods,
         saved: SavedEpoch,
         *,
+        seeding: WorkerSeeding | None,
         is_strict: bool,
     ) -> None:
         self._strategy = strategy
         self._replaced = replaced
         self._saved = saved
+        self._seeding = seeding
         self._is_strict = is_strict
         self.restart = saved.restart
-        self.has_started = False
-        self._batches = math.inf  # of the epoch, if known from the checkpoint
+        self.is_training = False
+        self._batches_in_epoch = math.inf  # unless known from the checkpoint
         self._placed: Sequence[LoaderPosition] = ()
         self._random_state = ResumedRandomState(strategy, saved)
 
@@ -103,13 +106,12 @@ class ResumedEpoch:
 
     # Iterators of the training loaders.
 
-    def before_iterators(self, seeding: WorkerSeeding | None) -> None:
+    def before_iterators(self) -> None:
         """Prepare the loaders and the random state for the iterators of this epoch.
 
-        Collective if the loaders are new. For the argument and errors, see
-        :meth:`_place`.
+        Collective if the loaders are new. For errors, see :meth:`_place`.
         """
-        self._place(seeding)
+        self._place()
         self._random_state.before_iterators()
 
     def after_iterators(self) -> None:
@@ -118,11 +120,8 @@ class ResumedEpoch:
 
     # Placing the loaders.
 
-    def _place(self, seeding: WorkerSeeding | None) -> None:
+    def _place(self) -> None:
         """Continue in each training loader, or repeat the epoch, unless it is placed.
-
-        Args:
-            seeding: how ``SamplerEpochSeeding`` seeds loader workers.
 
         Raises:
             ResumeError: the data differs from the resumed run's; or its order does,
@@ -135,7 +134,7 @@ class ResumedEpoch:
         self._placed = positions
         # If a rank refuses to resume, no rank has begun to read.
         self._on_every_rank(self._check)
-        different = self._on_every_rank(partial(self._continue, seeding))
+        different = self._on_every_rank(self._continue)
         self._repeat_if_impossible(different)
 
     def _on_every_rank(self, work: Callable[[], T]) -> T:
@@ -156,7 +155,7 @@ class ResumedEpoch:
         for position, state in zip(self._placed, states, strict=True):
             position.check(state)
 
-    def _continue(self, seeding: WorkerSeeding | None) -> str | None:
+    def _continue(self) -> str | None:
         """Continue in each loader.
 
         Return the name of the first one that does not draw the same as the resumed run.
@@ -167,13 +166,11 @@ class ResumedEpoch:
             for loader, state in zip(
                 training_loaders_of(self._trainer), self._saved.own.loaders, strict=True
             )
-            if not self._continue_loader(loader, state, seeding)
+            if not self._continue_loader(loader, state)
         ]
         return different[0] if different else None
 
-    def _continue_loader(
-        self, loader: TrainingLoader, state: Mapping[str, Any], seeding: WorkerSeeding | None
-    ) -> bool:
+    def _continue_loader(self, loader: TrainingLoader, state: Mapping[str, Any]) -> bool:
         """Continue in a loader, and return whether it draws the same as the resumed run."""
         epoch = self.restart.epoch
         position = loader.position
@@ -182,7 +179,7 @@ class ResumedEpoch:
         if needs_own_state and self._saved.own.random is None:
             return False
         loader.set_epoch(epoch)
-        with loader.workers_of(epoch, rank=self._strategy.global_rank, seeding=seeding):
+        with loader.workers_of(epoch, rank=self._strategy.global_rank, seeding=self._seeding):
             return position.continue_epoch(epoch, state, done=self.restart.done)
 
     def _count_batches(self) -> None:
@@ -204,7 +201,7 @@ class ResumedEpoch:
             accumulated = self._trainer.accumulate_grad_batches
             done = int(whole - left) // accumulated * accumulated
             self.restart = replace(self.restart, done=done)
-            self._batches = done + left
+            self._batches_in_epoch = done + left
 
     def _repeat_if_impossible(self, different: str | None) -> None:
         """Start the epoch again if not all ranks can continue in it together. Collective.
@@ -247,14 +244,13 @@ class ResumedEpoch:
 
     # Hooks of the fit loop.
 
-    def on_train_start(self, seeding: WorkerSeeding | None) -> None:
+    def on_train_start(self) -> None:
         """Set the counters and the random state with which training continues.
 
-        Collective if the loaders are new. For the argument and errors, see
-        :meth:`_place`.
+        Collective if the loaders are new. For errors, see :meth:`_place`.
         """
-        self.has_started = True
-        self._place(seeding)
+        self.is_training = True
+        self._place()
         self._correct_loops()
         self._random_state.on_train_start()
         _warn_of_frozen_parameters(self._trainer)
@@ -279,8 +275,8 @@ class ResumedEpoch:
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = done
         current.completed = done - 1 if self.restart.at == "batch_end" else done
-        if self._batches < self._trainer.num_training_batches:
-            end_epoch_after(self._trainer, int(self._batches))
+        if self._batches_in_epoch < self._trainer.num_training_batches:
+            end_epoch_after(self._trainer, int(self._batches_in_epoch))
 
     def on_train_batch_start(self) -> None:
         """Let Lightning's loops continue as usual, once the first batch was read."""
