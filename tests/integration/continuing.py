@@ -9,7 +9,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    get_worker_info,
+)
 
 from tests.harness.training import At, Kind, fit, make_strategy, make_trainer, warnings_with
 
@@ -43,19 +50,28 @@ class Numbers(Dataset[Tensor]):
 
 
 class Stream(IterableDataset[Tensor]):
-    """Numbers that only this rank has, in another order each epoch, without a length."""
+    """Numbers that only this rank has, in another order each epoch, without a length.
 
-    def __init__(self, length: int, rank: int) -> None:
-        self.numbers = range(rank * 1000, rank * 1000 + length)
+    The workers of a rank split them. Rank 0's begin with ``first``, and those of each
+    further rank are 1000 higher.
+    """
+
+    def __init__(self, length: int, rank: int, first: int = 0) -> None:
+        begin = 1000 * rank + first
+        self.numbers = range(begin, begin + length)
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Tensor]:
-        shift = self.epoch % len(self.numbers)
-        for number in (*self.numbers[shift:], *self.numbers[:shift]):
-            yield torch.tensor([float(number)])
+        worker = get_worker_info()
+        own = self.numbers if worker is None else self.numbers[worker.id :: worker.num_workers]
+        return (torch.tensor([float(own[place])]) for place in self.order(len(own)))
+
+    def order(self, length: int) -> list[int]:
+        """Return the order in which a worker, or the rank without workers, yields its part."""
+        return [(place + self.epoch) % length for place in range(length)]
 
 
 class Turning(Sampler[int]):
@@ -353,7 +369,6 @@ class Training:
     def run(
         self,
         *points: str,
-        into: str = "",
         ckpt_path: str | None = None,
         fail_at: tuple[int, int] | None = None,
         **options: Any,
@@ -362,7 +377,6 @@ class Training:
 
         Args:
             points: where to save, see ``Saver``.
-            into: the folder for these checkpoints.
             ckpt_path: the checkpoint to resume.
             fail_at: see ``Net``.
             **options: of the Trainer, in addition to those of the training.
@@ -372,7 +386,7 @@ class Training:
         L.seed_everything(7 if ckpt_path is None else 8, verbose=False)
         module = chosen.pop("model", Net)(self.loaders)
         module.fail_at = fail_at
-        saver = Saver(self.directory / self.name / into, points)
+        saver = Saver(self.directory / self.name, points)
         chosen["callbacks"] = [saver, *chosen.get("callbacks", ())]
         strategy = make_strategy(self.side, self.directory, **self.strategy)
         trainer = make_trainer(strategy, **chosen)
@@ -451,7 +465,8 @@ def generations(training: Training, *points: Sequence[str]) -> dict[str, str]:
             for point in resumed_at:
                 path = run.saved[point]
                 later_name = f"{name}/{point}".removeprefix("/")
-                later = training.run(*saved_at, into=later_name, ckpt_path=path)
+                own_folder = replace(training, name=f"{training.name}/{later_name}")
+                later = own_folder.run(*saved_at, ckpt_path=path)
                 done = int(point.rpartition("-")[2])
                 text = difference(training, whole, done, later)
                 if text:

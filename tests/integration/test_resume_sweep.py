@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import data as torch_data
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistributedSampler
@@ -254,35 +254,14 @@ class Own(torch_data.Sampler[int]):
         return iter(self.numpy.permutation(self.samples).tolist())
 
 
-class Sized(torch_data.IterableDataset[Tensor]):
-    """Numbers that the workers of a rank split; each worker draws an order for its part."""
-
-    def __init__(self, numbers: range) -> None:
-        self.numbers = numbers
-        self.epoch = 0
+class Sized(continuing.Stream):
+    """A stream with a length, whose workers draw the orders of their parts."""
 
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __iter__(self) -> Iterator[Tensor]:
-        worker = get_worker_info()
-        own = self.numbers if worker is None else self.numbers[worker.id :: worker.num_workers]
-        return (torch.tensor([float(own[place])]) for place in self.order(len(own)))
-
-    def order(self, length: int) -> Any:
-        return torch.randperm(length)
-
-
-class Stream(Sized):
-    """The same numbers in another order in each epoch."""
-
-    __len__ = None
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def order(self, length: int) -> Any:
-        return ((place + self.epoch) % length for place in range(length))
+    def order(self, length: int) -> list[int]:
+        return torch.randperm(length).tolist()
 
 
 def options_of(
@@ -327,16 +306,15 @@ def loaders_of(case: Case, rank: int, ranks: int) -> Any:
 def loader_of(
     case: Case, source: Source, rank: int, ranks: int, generator: torch.Generator | None
 ) -> Any:
-    """Return a loader with batches of two samples; a stream adds 1000 times the rank."""
+    """Return a loader with batches of two samples."""
     options: dict[str, Any] = {"generator": generator}
     if case.workers != "none":
         options |= continuing.workers(1 if source.is_shorter else 2)
         options["persistent_workers"] = case.workers == "kept"
     first = source.first_sample
     if source.kind in STREAMS:
-        numbers = range(first + 1000 * rank, first + 1000 * rank + source.samples)
-        stream = Stream(numbers) if source.kind == "stream" else Sized(numbers)
-        return DataLoader(stream, BATCH_SIZE, **options)
+        kind = continuing.Stream if source.kind == "stream" else Sized
+        return DataLoader(kind(source.samples, rank, first), BATCH_SIZE, **options)
     data: Any = [torch.tensor([float(first + place)]) for place in range(source.samples)]
     options |= options_of(source.kind, data, generator, rank, ranks)
     return (StatefulDataLoader if source.kind == "stateful" else DataLoader)(data, **options)
@@ -346,15 +324,32 @@ def loader_of(
 
 
 class Swept(continuing.Net):
-    """Takes batches of a dict of loaders, and may have a scheduler that needs a value."""
+    """Takes batches of a dict of loaders.
 
-    def __init__(self, *args: Any, has_plateau: bool = False, **options: Any) -> None:
+    It may optimise manually, and have a scheduler that needs a value.
+    """
+
+    def __init__(
+        self, *args: Any, is_manual: bool = False, has_plateau: bool = False, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
+        self.automatic_optimization = not is_manual
         self.has_plateau = has_plateau
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         parts = list(batch.values()) if isinstance(batch, dict) else batch
-        return super().training_step(parts, index)
+        loss = super().training_step(parts, index)
+        if not self.automatic_optimization:
+            self.optimize(loss)
+        return loss
+
+    def optimize(self, loss: Tensor) -> None:
+        optimizer = self.optimizers()
+        scheduler, *_ = self.lr_schedulers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        scheduler.step()
 
     def configure_optimizers(self) -> Any:
         [optimizer], schedulers = super().configure_optimizers()
@@ -364,40 +359,26 @@ class Swept(continuing.Net):
         return [optimizer], schedulers
 
 
-class Manual(Swept):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        loss = super().training_step(batch, index)
-        optimizer = self.optimizers()
-        scheduler, *_ = self.lr_schedulers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        scheduler.step()
-        return loss
-
-
 class Iterating(Swept):
+    """Fetches its batches itself."""
+
     def training_step(self, dataloader_iter: Any) -> Tensor:
         ready = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return super().training_step(next(dataloader_iter)[0], ready - 1)
 
 
-class IteratingManual(Iterating, Manual): ...
-
-
 def module_of(case: Case) -> Any:
     """Return a function that makes the module from its loaders."""
-    manual = case.optimizing == "manual"
-    if case.step == "batch":
-        module = Manual if manual else Swept
-    else:
-        module = IteratingManual if manual else Iterating
+    module = Swept if case.step == "batch" else Iterating
     # As with Lightning, a run that is resumed at an epoch's end does not update then.
     has_plateau = {case.stop, case.again} <= {"no", "first", "middle", "before"}
     validation = continuing.KEPT if case.workers == "kept" else {}
-    return partial(module, has_plateau=has_plateau, validation=validation)
+    return partial(
+        module,
+        is_manual=case.optimizing == "manual",
+        has_plateau=has_plateau,
+        validation=validation,
+    )
 
 
 def training_of(case: Case, rank: int, ranks: int, place: Path) -> continuing.Training:

@@ -23,14 +23,10 @@ BATCHES = 4  # of an epoch
 FAILURES = ((0, 1), (0, BATCHES - 1), (1, 0))
 
 
-def training_with_workers(directory: Path, **options: Any) -> Training:
-    loaders = continuing.shuffled(16, **continuing.KEPT)
-    return Training(loaders, directory, options={"model": continuing.WITHOUT_DROPOUT, **options})
-
-
 def fail_again_and_again(rank: int, world_size: int, directory: Path) -> str:
     """Describe how a run that fails three times differs from one that does not."""
-    training = training_with_workers(directory)
+    loaders = continuing.shuffled(16, **continuing.KEPT)
+    training = Training(loaders, directory, options={"model": continuing.WITHOUT_DROPOUT})
     whole = training.run()
     done = 0
     path = None
@@ -50,20 +46,6 @@ def test_a_run_that_fails_again_and_again_trains_on_each_batch_once(tmp_path: Pa
     The batch is the first, the last or another one of an epoch.
     """
     assert run_ranks(fail_again_and_again, 2, tmp_path) == ["", ""]
-
-
-def fail_within_a_step(rank: int, world_size: int, directory: Path) -> str:
-    """Describe how a run that fails in the second of a step's two batches differs."""
-    training = training_with_workers(directory, accumulate_grad_batches=2)
-    done = 2 * BATCHES - 1
-    point = f"exception-{done}"
-    path = training.run(point, fail_at=(1, BATCHES - 1)).saved[point]
-    return continuing.difference(training, training.run(), done, training.run(ckpt_path=path))
-
-
-def test_a_run_that_fails_within_an_optimiser_step_repeats_it(tmp_path: Path) -> None:
-    """Its gradients are not saved, so the step begins with its first batch."""
-    assert run_ranks(fail_within_a_step, 2, tmp_path) == ["", ""]
 
 
 def validate_and_resume(rank: int, world_size: int, directory: Path, ends: dict[str, int]) -> str:
