@@ -9,6 +9,7 @@ A loader's iterator does nothing until its first batch is requested. These steps
 3. ``_start_together`` starts the iterators of all loaders, so that all of them draw
    random numbers before any batch is read.
 4. ``_start_at_position`` starts each of them.
+5. ``_before_batch`` is called before each request of a batch from the first loader.
 
 Without a checkpoint, every epoch begins at its first batch. A checkpoint decides about
 one epoch, see ``resumed_epoch``.

@@ -52,8 +52,12 @@ class Evaluation:
     in the last step. On an idle rank, logged values and metrics are restored after the
     step, and reductions leave the rank out.
 
-    Attributes:
+    Args:
+        strategy: our strategy.
         is_exact: the argument ``exact_evaluation`` of ``DDPExtStrategy``.
+
+    Attributes:
+        is_exact: the argument.
         idle_ranks: the ranks whose batches do not count in the current step; empty
             outside of steps.
         is_idle: whether this rank's batch does not count in the step. It is kept for

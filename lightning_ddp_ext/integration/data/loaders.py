@@ -95,7 +95,7 @@ class TrainerLoaders:
         Collective if the loaders are new.
         """
         self.cursor.on_train_batch_start()
-        self.uneven.on_train_batch_start(self._strategy.current_trainer, batch)
+        self.uneven.on_train_batch_start(batch)
 
     def prepare(
         self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage

@@ -49,7 +49,12 @@ from .saved_epoch import RecordedAt, SavedEpoch
 
 
 class ResumedRandomState:
-    """This rank's random state in a checkpoint, and when to restore it."""
+    """This rank's random state in a checkpoint, and when to restore it.
+
+    Args:
+        strategy: our strategy.
+        saved: the content of the checkpoint.
+    """
 
     def __init__(self, strategy: RankDevicesStrategy, saved: SavedEpoch) -> None:
         self._strategy = strategy

@@ -41,6 +41,10 @@ class UnevenInputs:
     With ``"stop_at_shortest"``, each iterator ends after the last batch that every rank
     has. With ``None``, loaders of different lengths raise an error.
 
+    Args:
+        strategy: our strategy.
+        mode: the argument ``uneven_inputs`` of ``DDPExtStrategy``.
+
     Attributes:
         are_even: whether all ranks have the same number of batches, and thus make the
             same calls at the same batch.
@@ -65,6 +69,10 @@ class UnevenInputs:
         """Set a training loader's length if the ranks end together.
 
         Collective in that case.
+
+        Raises:
+            ConfigurationError: the ranks have not connected yet.
+            SamplingError: on every rank: only some of the loaders have a length.
         """
         self._has_new_loaders = True
         if not self._ends_together:
@@ -75,7 +83,7 @@ class UnevenInputs:
                 " but configure_callbacks runs before they connect; read"
                 " estimated_stepping_batches in setup instead"
             )
-        lengths = self._gather(length_or_inf(loader))
+        lengths = tuple(ranks_of(self._strategy).gather(length_or_inf(loader)))
         if math.inf not in lengths:
             loader.length = min(lengths)
         elif min(lengths) < math.inf:
@@ -114,16 +122,21 @@ class UnevenInputs:
         if self.are_even:
             report_step()
 
-    def on_train_batch_start(self, trainer: Any, batch: Any) -> None:
+    def on_train_batch_start(self, batch: Any) -> None:
         """For new loaders, compare the ranks' numbers of batches and first batches.
 
         Collective in that case.
+
+        Raises:
+            SamplingError: on every rank: the ranks cannot train together on these data.
         """
         if not self._has_new_loaders or self._strategy.world_size == 1:
             return
         self._has_new_loaders = False
+        trainer = self._strategy.current_trainer
         positions = positions_of(trainer)
-        data_by_rank = self._gather(training_data_of(trainer, batch, positions))
+        own_data = training_data_of(trainer, batch, positions)
+        data_by_rank = ranks_of(self._strategy).gather(own_data)
         lengths = [data.length for data in data_by_rank]
         self.are_even = are_finite_and_equal(lengths)
         problem = describe_difference(data_by_rank, positions)
@@ -132,10 +145,3 @@ class UnevenInputs:
         if problem is not None:
             refuse(self._strategy, SamplingError(problem))
         warn_of_same_batches(data_by_rank, positions)
-
-    def _gather(self, value: Any) -> tuple[Any, ...]:
-        """Return the values of all ranks in rank order.
-
-        Collective: every rank must call it.
-        """
-        return tuple(ranks_of(self._strategy).gather(value))
