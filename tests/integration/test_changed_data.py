@@ -250,6 +250,31 @@ def test_the_rest_of_an_epoch_can_be_read_in_other_batches(tmp_path: Path) -> No
         assert batches == [whole[4:7], whole[7:]]
 
 
+IN_PAIRS = {"max_epochs": 1, "accumulate_grad_batches": 2, "limit_val_batches": 1.0}
+
+
+def save_first_pair(rank: int, world_size: int, directory: Path) -> str:
+    """Return the checkpoint after the first optimiser step: 12 of 24 samples are read."""
+    training = training_on(rank, world_size, directory, divided_by_strategy(24), **IN_PAIRS)
+    return training.run("train_batch_end-2").saved["train_batch_end-2"]
+
+
+def resume_in_pairs(rank: int, world_size: int, directory: Path, path: str) -> Run:
+    training = training_on(rank, world_size, directory, divided_by_strategy(24), **IN_PAIRS)
+    return training.run(ckpt_path=path)
+
+
+def test_the_last_batch_of_an_epoch_is_a_step_on_fewer_ranks(tmp_path: Path) -> None:
+    """Its gradients are not left over for the next epoch, and the epoch is validated."""
+    path, *_ = run_ranks(save_first_pair, 3, tmp_path, env=by_hand_env(3))
+    for resumed in run_ranks(resume_in_pairs, 2, tmp_path, path):
+        # Three batches are left: two of one optimiser step, and the last one alone.
+        assert len(resumed.steps) == 3
+        assert resumed.counts.optimiser_steps == 1 + 2
+        names = [event.what for event in resumed.events]
+        assert names == ["step", "step", "step", "validation", "epoch end"]
+
+
 def exact(rank: int, world_size: int) -> DataLoader[Any]:
     """Return a loader that repeats and drops none of 15 samples."""
     numbers = Numbers(15)

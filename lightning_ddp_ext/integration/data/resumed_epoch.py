@@ -266,11 +266,10 @@ class ResumedEpoch:
             end_restart(fit_loop)
         if self.restart.is_within:
             self._replaced.hide_warning(_OF_MID_EPOCH_RESUME)
-            if self.restart.done != self._saved.restart.done:
-                self._set_batches_done()
+            self._set_numbers_of_batches()
 
-    def _set_batches_done(self) -> None:
-        """Set the loops to the number of done batches on this number of ranks."""
+    def _set_numbers_of_batches(self) -> None:
+        """Set the loops to the numbers of batches, done and in all, on these ranks."""
         done = self.restart.done
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = done
