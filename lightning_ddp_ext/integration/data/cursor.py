@@ -243,20 +243,21 @@ class EpochCursor:
         return batches
 
     def _before_batch(self) -> None:
-        """Stop if the ranks agreed to, schedule a validation, and record a new step's state.
+        """Stop if the ranks agreed to, and record the state if an optimiser step begins.
 
-        Only a validation at an interval of time is scheduled, so that it begins on all
-        ranks together.
+        A validation that is due by time is scheduled, so that all ranks begin it
+        together.
         """
-        accumulated = self._trainer.accumulate_grad_batches
         self._parts.stops.before_batch()
         schedule_timed_validation(self._trainer, self._validated_at)
+        accumulated = self._trainer.accumulate_grad_batches
         processed = self._trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        begins_step = processed % accumulated == 0
-        if begins_step:
-            self._parts.recorder.record(Kind.WINDOW)
-            if accumulated > 1:
-                self._saver.record("step")
+        is_within_step = processed % accumulated > 0
+        if is_within_step:
+            return
+        self._parts.recorder.record(Kind.WINDOW)
+        if accumulated > 1:
+            self._saver.record("step")
 
     # Hooks of the fit loop.
 
