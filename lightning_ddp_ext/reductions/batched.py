@@ -1,9 +1,9 @@
 """Reduce many scalars over the ranks in one all-gather.
 
 Each rank receives the values of all ranks, and computes the results itself. A message
-also contains a digest of each value's name, op and dtype, so ranks detect that they
-logged different values. Messages have the same length on all ranks, whatever they
-logged, since gloo aborts a process that receives another length.
+also contains a digest of each value's name and op, so ranks detect that they logged
+different values. Messages have the same length on all ranks, whatever they logged,
+since gloo aborts a process that receives another length.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,10 +49,6 @@ class Value:
     def __str__(self) -> str:
         return f"{self.name} ({self.op})"
 
-    def with_dtype(self) -> str:
-        """Return the value's name, op and dtype for an error."""
-        return f"{self.name} ({self.op}, {str(self.tensor.dtype).removeprefix('torch.')})"
-
 
 @dataclass(frozen=True)
 class Exchange:
@@ -84,7 +80,7 @@ def reduce_common(
 ) -> Exchange:
     """Reduce the first values, as many as all ranks have.
 
-    The results are bit-identical on every rank.
+    The results are bit-identical on every rank, if the values have the same dtype.
 
     Collective: every rank must call it, including a rank that has no values.
 
@@ -97,9 +93,8 @@ def reduce_common(
         idle_ranks: ranks whose values do not count.
 
     Raises:
-        DivergenceError: values at the same position differ in name, op or dtype, or a
-            rank whose values are its last has fewer than another one; raised on every
-            rank.
+        DivergenceError: values at the same position differ in name or op, or a rank whose
+            values are its last has fewer than another one; raised on every rank.
     """
     message = _message(values, is_last=is_last, device=device)
     received = message.new_empty(dist.get_world_size(group) * message.numel())
@@ -153,29 +148,17 @@ def _dtype_of(value: Value) -> torch.dtype:
 
 def _digest(value: Value) -> int:
     """Return a positive number that differs if values must not be reduced together."""
-    return 1 + zlib.crc32(f"{value} {value.tensor.dtype}".encode())
-
-
-class _Texts(NamedTuple):
-    """A value in an error, without its dtype and with it."""
-
-    short: str
-    with_dtype: str
+    return 1 + zlib.crc32(str(value).encode())
 
 
 def _mismatch(values: Sequence[Value], group: dist.ProcessGroup | None) -> DivergenceError:
     """Return an error that describes how the ranks differ. Collective."""
-    texts = [_Texts(str(value), value.with_dtype()) for value in values]
-    texts_by_rank: list[list[_Texts]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(texts_by_rank, texts, group=group)
+    by_rank: list[tuple[str, ...]] = [()] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, tuple(map(str, values)), group=group)
     with suppress(RuntimeError):
         # Keep the group open until all ranks have received. This rank raises the error
         # even if another one has closed its group.
         dist.barrier(group)
-    by_rank = [tuple(text.short for text in texts) for texts in texts_by_rank]
-    differ_in_dtype_only = len(set(by_rank)) == 1
-    if differ_in_dtype_only:
-        by_rank = [tuple(text.with_dtype for text in texts) for texts in texts_by_rank]
     return DivergenceError(
         f"ranks logged different values with sync_dist=True: {_difference(by_rank)}; every rank"
         " must log the same names in the same order, so log them outside of code that only some"
