@@ -49,7 +49,7 @@ from .last_step import (
     states_of_ranks,
 )
 from .recorder import RecordedRun, Recorder
-from .stops import StopController
+from .stops import StopController, finish_earlier_saves
 
 # Events of a rank that leave the others in a state from which training can continue.
 _SURVIVABLE = ("died", "failed", "hung")
@@ -263,7 +263,7 @@ class Rescue:
         io = self._strategy.checkpoint_io
         if isinstance(io, RankZeroCheckpointIO):
             io.saver.deadline = self._seconds
-            io.saver.finish()  # otherwise an earlier save error would prevent this save
+        finish_earlier_saves(io)
         io.save_checkpoint(checkpoint, run.path)
         io.teardown()  # waits for a save in the background
 

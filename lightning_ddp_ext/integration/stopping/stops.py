@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from lightning_ddp_ext.rendezvous.runs import Run, current_run
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
@@ -43,13 +43,19 @@ from .training_weights import TrainingWeights, saved_tensors
 # torchrun kills ranks 30 s after its SIGTERM; other launchers have no known limit.
 _UNDER_TORCHRUN = timedelta(seconds=25)
 _ELSEWHERE = timedelta(minutes=10)
-# The signals that end a process even while it handles an exception.
-_EVEN_AFTER_FAILURE = (signal.SIGTERM, signal.SIGHUP)
+# Signals that ask for the end of the process, and not only of a run.
+_FOR_PROCESS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def default_deadline() -> timedelta:
     """Return the time for all ranks to exit after a signal, unless set by the user."""
     return _UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE
+
+
+def finish_earlier_saves(io: pl.plugins.CheckpointIO) -> None:
+    """Wait for earlier saves, whose errors must not prevent the save of a stop."""
+    if isinstance(io, RankZeroCheckpointIO):
+        io.saver.finish()
 
 
 class StoppedException(pl.utilities.exceptions.SIGTERMException):
@@ -63,6 +69,18 @@ class StoppedException(pl.utilities.exceptions.SIGTERMException):
         SystemExit.__init__(self, status_of(signum))
 
 
+class _Handling(NamedTuple):
+    """What handles the signals of a run.
+
+    Attributes:
+        signals: this process's signal handlers.
+        graceful_stop: finds the point at which all ranks stop.
+    """
+
+    signals: StopSignals
+    graceful_stop: GracefulStop
+
+
 class StopController:
     """Stops a strategy's Trainer on all ranks after a signal to any rank.
 
@@ -74,7 +92,8 @@ class StopController:
 
     Attributes:
         deadline: the argument.
-        weights: whether the module has its training weights.
+        weights: tells whether the module has the weights that this run trains, or a
+            hook has swapped others in.
         stopped: the stop point at which all ranks are stopping, recorded in the
             checkpoint; otherwise ``None``.
     """
@@ -90,34 +109,16 @@ class StopController:
         self._files = files
         self._checkpoints = checkpoints
         self.deadline = deadline
-        self._reset()
-
-    def _reset(self) -> None:
-        """Set the state of a process in which no Trainer has run."""
         self.weights = TrainingWeights()
         self.stopped: Stopped | None = None
         # Of the current run, or of the last one.
         self._trainer: Any = None
         self._run = Run(is_outermost=False)
-        self._signals = StopSignals(
-            self._request_stop, lambda: current_run() is None and sys.exc_info()[1] is None
-        )
-        # While this run handles signals.
-        self._graceful_stop: GracefulStop | None = None
-
-    # A strategy is pickled for spawned ranks, without the state of this process.
+        self._handling: _Handling | None = None  # while this run handles signals
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "_strategy": self._strategy,
-            "_files": self._files,
-            "_checkpoints": self._checkpoints,
-            "deadline": self.deadline,
-        }
-
-    def __setstate__(self, arguments: dict[str, Any]) -> None:
-        vars(self).update(arguments)
-        self._reset()
+        """Return what spawned ranks need, without the state of this process."""
+        return {**vars(self), "_trainer": None, "_handling": None}
 
     # The Trainer's run.
 
@@ -127,24 +128,30 @@ class StopController:
         In a process group that we did not create, Lightning handles them. Within
         another Trainer's run, that run does.
         """
-        run = current_run() or Run(is_outermost=False)
+        run = current_run() or Run(is_outermost=False)  # a user may call setup_environment
         if run.is_outermost:
             self.detach()  # an earlier run may not have been torn down
         self._trainer = trainer
         self._run = run
         self._checkpoints.run = run
         self.stopped = None
+        self.weights = TrainingWeights()
         session = current_session()
         if session is None:
             return
-        self.weights = TrainingWeights()
         replaced.leave_signals_to_us(trainer)
         if run.is_outermost:
-            self._graceful_stop = session.stops
-            self._graceful_stop.start(self.deadline, self._acknowledge)
-            terminal_signals = (signal.SIGINT, *without_handler(signal.SIGHUP))
-            time_limit_signals = self._time_limit_signals()
-            self._signals.install(signal.SIGTERM, *terminal_signals, *time_limit_signals)
+            self._handle_signals(session.stops)
+
+    def _handle_signals(self, graceful_stop: GracefulStop) -> None:
+        # If the teardown was skipped, the handlers outlive the run.
+        signals = StopSignals(
+            self._request_stop, lambda: current_run() is None and sys.exc_info()[1] is None
+        )
+        self._handling = _Handling(signals, graceful_stop)
+        graceful_stop.start(self.deadline, self._acknowledge)
+        terminal_signals = (signal.SIGINT, *without_handler(signal.SIGHUP))
+        signals.install(signal.SIGTERM, *terminal_signals, *self._time_limit_signals())
 
     def detach(self) -> None:
         """Restore the signal handlers after the Trainer's run."""
@@ -152,31 +159,34 @@ class StopController:
             return
         restore_handlers(self._trainer)  # Lightning recorded them after ours were installed
         has_failed = self._run.has_failed
-        self._run.has_failed = False
-        if self._graceful_stop is not None:
-            self._signals.restore(defers_sigterm=has_failed)
-            self._graceful_stop.end()
-            self._graceful_stop = None
-            self._pass_on_late_signal(has_failed)
+        self._run.has_failed = False  # the Trainer has handled the exception
+        if self._handling is not None:
+            signals, graceful_stop = self._handling
+            self._handling = None
+            signals.restore(defers_sigterm=has_failed)
+            graceful_stop.end()
+            self._pass_on_late_signal(signals, has_failed)
 
-    def _pass_on_late_signal(self, has_failed: bool) -> None:
+    def _pass_on_late_signal(self, signals: StopSignals, has_failed: bool) -> None:
         """Pass a signal that arrived after the last stop point to the earlier handler.
 
-        A signal that has had its effect is not passed on.
+        The handlers have been called if users installed them. After a failure, the
+        script may continue, so only signals for the process are passed on. After a
+        stop, :class:`StoppedException` ends the process.
         """
-        received = self._signals.received
-        if received is None or self._signals.has_passed_on:
+        received = signals.received
+        if received is None or signals.has_passed_on:
             return
         if has_failed:
-            is_due = received in _EVEN_AFTER_FAILURE
+            is_due = received in _FOR_PROCESS
         else:
             is_due = self._trainer.state.status != TrainerStatus.INTERRUPTED
         if is_due:
             os.kill(os.getpid(), received)
 
     def _request_stop(self, signum: int) -> None:
-        if self._graceful_stop is not None and current_run() is not None:
-            self._graceful_stop.request_stop(signum)
+        if self._handling is not None and current_run() is not None:
+            self._handling.graceful_stop.request_stop(signum)
 
     def _acknowledge(self, request: StopRequest) -> None:
         """Log the signal immediately.
@@ -218,13 +228,14 @@ class StopController:
             decide: returns the request if they have.
             where: the point, as the checkpoint records it.
         """
-        if self._graceful_stop is None:
+        if self._handling is None:
             return
-        if self._signals.received is not None:
-            self._request_stop(self._signals.received)  # in case the listening thread was not woken
-        request = decide(self._graceful_stop)
+        signals, graceful_stop = self._handling
+        if signals.received is not None:
+            self._request_stop(signals.received)  # in case the listening thread was not woken
+        request = decide(graceful_stop)
         if request is not None:
-            self._signals.received = None
+            signals.received = None
             self.stopped = where
             self._save_and_stop(request)
 
@@ -278,9 +289,7 @@ class StopController:
         if path is None:
             return "nothing is saved (stop_checkpoint=None)"
         files.identify_stop(path, is_requeued=is_requeued)
-        io = self._strategy.checkpoint_io
-        if isinstance(io, RankZeroCheckpointIO):
-            io.saver.finish()  # otherwise an earlier save error would prevent this save
+        finish_earlier_saves(self._strategy.checkpoint_io)
         self._trainer.save_checkpoint(path)
         if is_requeued:
             return f"saved to {path} for the requeued job"
