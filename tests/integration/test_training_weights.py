@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_ddp_ext import HangWatchdog
-from lightning_ddp_ext.integration.stopping.training_weights import TrainingWeights, saved_tensors
+from lightning_ddp_ext.integration.stopping.training_weights import TrainingWeights
 from tests.harness.training import Net, make_trainer
 
 
@@ -53,11 +53,11 @@ def test_weights_that_a_hook_swaps_in_do_not_match_the_trained_ones(
     """Without a user's hook that may swap weights, nothing is compared."""
     validated = model()
     weights = before_validation(validated, callback())
-    assert weights.match(saved_tensors(validated))
+    assert weights.match(validated)
     with torch.no_grad():
         validated.layers[0].weight.neg_()
-    for tensors in (saved_tensors(validated), validated.parameters()):  # all, or parameters alone
-        assert weights.match(tensors) != is_noticed
+    for with_buffers in (True, False):
+        assert weights.match(validated, with_buffers=with_buffers) != is_noticed
 
 
 class Buffers(Net):
@@ -75,6 +75,6 @@ def test_only_what_a_checkpoint_contains_is_compared() -> None:
     hook = L.pytorch.callbacks.LambdaCallback(on_validation_start=lambda *_: None)
     weights = before_validation(model, hook)
     model.cache += 1
-    assert weights.match(saved_tensors(model))
+    assert weights.match(model)
     model.layers[1].running_mean += 1
-    assert not weights.match(saved_tensors(model))
+    assert not weights.match(model)

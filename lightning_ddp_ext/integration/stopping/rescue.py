@@ -275,7 +275,8 @@ class Rescue:
         batch = trainer.fit_loop.epoch_loop.batch_progress.current
         is_between_batches = batch.ready == batch.processed
         if is_between_batches:
-            if self._stops.weights.match(module.parameters()):
+            # Buffers are compared and restored later.
+            if self._stops.weights.match(module, with_buffers=False):
                 return None
             return (
                 "the weights changed after the last step, for example because weight averaging"

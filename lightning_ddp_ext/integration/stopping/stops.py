@@ -38,7 +38,7 @@ from ..private.lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_z
 from ..private.replaced_methods import ReplacedMethods
 from ..start.devices import RankDevicesStrategy
 from ..start.slurm import is_preempted, requeue
-from .training_weights import TrainingWeights, saved_tensors
+from .training_weights import TrainingWeights
 
 # torchrun kills ranks 30 s after its SIGTERM; other launchers have no known limit.
 _UNDER_TORCHRUN = timedelta(seconds=25)
@@ -244,8 +244,7 @@ class StopController:
 
         Collective.
         """
-        tensors = saved_tensors(self._trainer.lightning_module)
-        may_stop = self._strategy.broadcast(self.weights.match(tensors))
+        may_stop = self._strategy.broadcast(self.weights.match(self._trainer.lightning_module))
         if not may_stop:
             rank_zero_info(
                 "the ranks will finish this validation before they stop: a hook has swapped the"

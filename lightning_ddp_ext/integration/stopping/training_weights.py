@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ class TrainingWeights:
 
     def __init__(self) -> None:
         self.has_trained = False
-        self._recorded: list[int] | None = None
+        self._recorded: list[int] | None = None  # checksums
 
     def on_training_step(self) -> None:
         """Record that training has made progress and uses its own weights."""
@@ -36,23 +35,17 @@ class TrainingWeights:
     def before_validation(self, trainer: Any) -> None:
         """Record the weights, if a hook may swap others in during validation."""
         if self.has_trained and self._recorded is None and _may_swap(trainer):
-            self._recorded = _checksums(saved_tensors(trainer.lightning_module))
+            self._recorded = _checksums(trainer.lightning_module)
 
-    def match(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether these tensors have the recorded values, if any are recorded.
+    def match(self, module: torch.nn.Module, *, with_buffers: bool = True) -> bool:
+        """Whether the Trainer's module has the recorded values, if any are recorded.
 
-        The tensors are those that :func:`saved_tensors` returns, or the first of them.
+        Without ``with_buffers``, only its parameters are compared.
         """
         if self._recorded is None:
             return True
-        now = _checksums(tensors)
-        return self._recorded[: len(now)] == now
-
-
-def saved_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Return a module's parameters, then the dense buffers in its checkpoints."""
-    buffers = [getattr(owner, name) for _, owner, name in saved_buffers(module)]
-    return [*module.parameters(), *buffers]
+        now = _checksums(module, with_buffers=with_buffers)
+        return self._recorded[: len(now)] == now  # parameters come first
 
 
 def _may_swap(trainer: Any) -> bool:
@@ -74,5 +67,9 @@ def _may_swap(trainer: Any) -> bool:
     )
 
 
-def _checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+def _checksums(module: torch.nn.Module, *, with_buffers: bool = True) -> list[int]:
+    """Return checksums of the dense parameters, then of the dense buffers in checkpoints."""
+    tensors: list[torch.Tensor] = list(module.parameters())
+    if with_buffers:
+        tensors += [getattr(owner, name) for _, owner, name in saved_buffers(module)]
     return [int(checksum(each)) for each in tensors if each.layout == torch.strided]
