@@ -359,7 +359,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         # because the ranks may have been given different paths.
         self.checkpoints.on_rank_zero(self.files.raise_search_error, "finding the checkpoint")
         self._replaced.restore_checkpoint_by(trainer, self._restore_chosen_file)
-        self._replaced.exchange_profiler(trainer)
         self.metrics.start_run()
         self.stops.attach(trainer, self._replaced)
 

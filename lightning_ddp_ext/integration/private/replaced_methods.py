@@ -7,7 +7,6 @@ adding samplers to loaders   Lightning has no hook for the choice of the sampler
 restoring a checkpoint       all ranks must restore from the file that rank 0 found
 registering signal handlers  Lightning's handlers make collective calls
 broadcasting SIGTERM         it is a collective call before each batch
-the idle profiler            it makes about thirty generators per step
 ===========================  ========================================================
 
 The strategy's ``teardown`` restores them. Classes and modules are not changed. A
@@ -18,41 +17,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import ContextDecorator, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from typing_extensions import override
-
 from .compat import private
-from .lightning_tree import RunningStage, pl, refuse_missing
+from .lightning_tree import RunningStage, refuse_missing
 
 # Adds a sampler to a loader; takes the loader, whether to shuffle, and the stage.
 Prepare = Callable[[Any, bool, RunningStage], Any]
-
-
-class IdleProfiler(pl.profilers.PassThroughProfiler):
-    """Replaces Lightning's profiler that measures nothing, without its generators.
-
-    It shares the state of ``original``.
-    """
-
-    __slots__ = ("original",)
-
-    def __init__(self, original: pl.profilers.PassThroughProfiler) -> None:
-        self.__dict__ = original.__dict__
-        self.original = original
-
-    @override
-    def profile(self, action_name: str) -> Unmeasured:  # type: ignore[override]
-        return Unmeasured(action_name)
-
-
-class Unmeasured(nullcontext[str], ContextDecorator):
-    """A context manager that measures nothing.
-
-    It also works as a decorator, as a profiler's does.
-    """
 
 
 class Replacement:
@@ -91,11 +64,6 @@ def _show_warning_again(hiding_filter: Any) -> None:
         warnings.filters.remove(hiding_filter)  # type: ignore[attr-defined]
 
 
-def _restore_profiler(trainer: Any) -> None:
-    if type(trainer.profiler) is IdleProfiler:
-        trainer.profiler = trainer.profiler.original
-
-
 class ReplacedMethods:
     """Methods that are replaced on single objects, and restored together."""
 
@@ -125,12 +93,6 @@ class ReplacedMethods:
         """
         warnings.filterwarnings("ignore", message)
         self._undo.append(partial(_show_warning_again, warnings.filters[0]))
-
-    def exchange_profiler(self, trainer: Any) -> None:
-        """Replace the Trainer's profiler, unless the user has chosen one."""
-        if type(trainer.profiler) is pl.profilers.PassThroughProfiler:
-            trainer.profiler = IdleProfiler(trainer.profiler)
-            self._undo.append(partial(_restore_profiler, trainer))
 
     def prepare_loaders(
         self, trainer: Any, by: Callable[[Prepare, Any, bool, RunningStage], Any]
