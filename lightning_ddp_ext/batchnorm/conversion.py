@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from lightning_ddp_ext.batchnorm.classes import restore, synchronise
 from lightning_ddp_ext.batchnorm.groups import JoinedRanks, group_of
 from lightning_ddp_ext.batchnorm.layer import BatchNorm, SyncBatchNorm
-from lightning_ddp_ext.batchnorm.selection import Choice, Selection, batchnorm_layers
+from lightning_ddp_ext.batchnorm.selection import LayerChoice, Selection, batchnorm_layers
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 
 ModuleT = TypeVar("ModuleT", bound=Module)
@@ -27,7 +27,7 @@ ModuleT = TypeVar("ModuleT", bound=Module)
 class Conversion:
     """The result of a conversion, for each BatchNorm layer of a model.
 
-    Args:
+    Attributes:
         converted: the names of the layers that now synchronise.
         left_alone: the reasons why other layers were not chosen, or "synchronises
             already", by layer name.
@@ -104,8 +104,8 @@ def convert_sync_batchnorm(
             parametrised or lazy, or had their ``forward`` replaced.
 
     Raises:
-        ConfigurationError: ``include`` or ``exclude`` matches no layer, or
-            ``process_group`` is invalid.
+        ConfigurationError: ``include`` or ``exclude`` is invalid or matches no layer,
+            or ``process_group`` is invalid.
 
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
     >>> isinstance(convert_sync_batchnorm(model)[1], SyncBatchNorm)
@@ -113,7 +113,7 @@ def convert_sync_batchnorm(
     >>> type(restore_batchnorm(model)[1]) is torch.nn.BatchNorm2d
     True
     """
-    conversion = convert(module, Choice(include, exclude), group_of(process_group))
+    conversion = convert(module, LayerChoice.of(include, exclude), group_of(process_group))
     warning = conversion.warning()
     if warning is not None:
         warnings.warn(warning, stacklevel=2)
@@ -121,7 +121,7 @@ def convert_sync_batchnorm(
 
 
 def convert(
-    module: Module, choice: Choice, process_group: dist.ProcessGroup | None = None
+    module: Module, choice: LayerChoice, process_group: dist.ProcessGroup | None = None
 ) -> Conversion:
     """Convert layers as ``convert_sync_batchnorm`` does, and report on all of them.
 

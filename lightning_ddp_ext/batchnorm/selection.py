@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,26 +22,36 @@ def batchnorm_layers(model: Module) -> dict[BatchNorm, str]:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A user's choice of BatchNorm layers; by default all of them."""
+class LayerChoice:
+    """A user's choice of BatchNorm layers; by default all of them.
 
-    include: Selection = None
-    exclude: Selection = None
+    Attributes:
+        include: convert only layers that one of these selects; ``None`` for all.
+        exclude: do not convert layers that one of these selects.
+    """
 
-    def __post_init__(self) -> None:
-        for field in ("include", "exclude"):
-            selection = getattr(self, field)
-            if isinstance(selection, Iterator):  # can be read once, but each fit reads it
-                object.__setattr__(self, field, tuple(selection))
+    include: Sequence[Selector] | None = None
+    exclude: Sequence[Selector] = ()
+
+    @staticmethod
+    def of(include: Selection, exclude: Selection) -> LayerChoice:
+        """Return the choice for a user's arguments.
+
+        Raises:
+            ConfigurationError: a selector is neither a pattern nor a class.
+        """
+        return LayerChoice(
+            None if include is None else _selectors_of(include, "include"),
+            () if exclude is None else _selectors_of(exclude, "exclude"),
+        )
 
     def reasons_against(self, model: Module) -> dict[Module, str]:
         """Return the BatchNorm layers that are not chosen, with the reasons.
 
         Raises:
-            ConfigurationError: a selector matches no layer, or is neither a pattern nor
-                a class.
+            ConfigurationError: a selector matches no layer.
         """
-        included = _selected(model, self.include, "include")
+        included = _selected(model, self.include or (), "include")
         excluded = _selected(model, self.exclude, "exclude")
         reasons: dict[Module, str] = {}
         for layer in batchnorm_layers(model):
@@ -52,21 +62,25 @@ class Choice:
         return reasons
 
 
-def _selected(model: Module, selection: Selection, field: str) -> set[Module]:
-    """Return the modules that match a selection, and the modules inside them."""
-    if selection is None:
-        return set()
+def _selectors_of(selection: Any, field: str) -> tuple[Selector, ...]:
+    """Return the selectors in an argument, which may be an iterator."""
     is_one = isinstance(selection, (str, type)) or not isinstance(selection, Iterable)
-    selectors: Iterable[Any] = [selection] if is_one else selection  # type: ignore[assignment]
+    selectors = (selection,) if is_one else tuple(selection)
+    for selector in selectors:
+        if not isinstance(selector, (str, type)):
+            raise ConfigurationError(
+                f"{field} takes patterns of layer names and classes of layers (got {selector!r}); "
+                "for any other choice, pass a list of names"
+            )
+    return selectors
+
+
+def _selected(model: Module, selectors: Iterable[Selector], field: str) -> set[Module]:
+    """Return the modules that the selectors match, and the modules inside them."""
     return set().union(*(_selected_by(selector, model, field) for selector in selectors))
 
 
-def _selected_by(selector: Any, model: Module, field: str) -> set[Module]:
-    if not isinstance(selector, (str, type)):
-        raise ConfigurationError(
-            f"{field} takes patterns of layer names and classes of layers (got {selector!r}); "
-            "for any other choice, pass a list of names"
-        )
+def _selected_by(selector: Selector, model: Module, field: str) -> set[Module]:
     selected: set[Module] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         if _matches(selector, name, module):

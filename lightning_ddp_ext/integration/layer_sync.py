@@ -12,7 +12,7 @@ from lightning_ddp_ext.batchnorm.classes import restore
 from lightning_ddp_ext.batchnorm.conversion import convert
 from lightning_ddp_ext.batchnorm.groups import JoinedRanks, batchnorm_group, check_ranks, group_of
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
-from lightning_ddp_ext.batchnorm.selection import Choice
+from lightning_ddp_ext.batchnorm.selection import LayerChoice
 from lightning_ddp_ext.errors import ConfigurationError
 
 from .private.lightning_tree import pl, rank_zero_info, rank_zero_warn
@@ -36,15 +36,17 @@ class RanksLayerSync(pl.plugins.LayerSync):
         choice: which layers to synchronise.
     """
 
-    def __init__(self, process_group: JoinedRanks = None, choice: Choice | None = None) -> None:
+    def __init__(
+        self, process_group: JoinedRanks = None, choice: LayerChoice | None = None
+    ) -> None:
         check_ranks(process_group)
         self._ranks = process_group
-        self._choice = choice or Choice()
+        self._choice = choice or LayerChoice()
         self._applied: _Applied | None = None
 
     def refuse_alongside(self, other: pl.plugins.LayerSync | None) -> None:
         """Raise if this selects layers or ranks, and ``other`` synchronises all."""
-        selects = self._ranks is not None or self._choice != Choice()
+        selects = self._ranks is not None or self._choice != LayerChoice()
         if other is not None and selects:
             raise ConfigurationError(
                 "sync_batchnorm=True synchronises all layers across all ranks, but"

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.batchnorm.conversion import convert
-from lightning_ddp_ext.batchnorm.selection import Choice
+from lightning_ddp_ext.batchnorm.selection import LayerChoice
 from lightning_ddp_ext.errors import ConfigurationError
 
 
@@ -96,7 +96,7 @@ def test_chosen_layers_are_converted(arguments: dict[str, Any], names: list[str]
 
 def test_a_choice_is_the_same_in_a_second_fit() -> None:
     """Selectors may come from a generator, which can be read once."""
-    choice = Choice((name for name in ("body", "head")), (name for name in ("body.1",)))
+    choice = LayerChoice.of((name for name in ("body", "head")), (name for name in ("body.1",)))
     names = [convert(network(), choice).converted for _ in range(2)]
     assert names == [("body.0.norm", "head")] * 2
 

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -21,7 +22,7 @@ from tests.harness import training
 
 
 @pytest.fixture(params=["one GPU", "two GPUs"])
-def placement(request: pytest.FixtureRequest) -> Placement:
+def ranks_on_gpus(request: pytest.FixtureRequest) -> Placement:
     """Return two ranks that share a GPU, or have one each, where rank 0 has the second."""
     if request.param == "one GPU":
         return GLOO
@@ -31,16 +32,9 @@ def placement(request: pytest.FixtureRequest) -> Placement:
 
 
 def save_in_training(
-    rank: int,
-    world_size: int,
-    placement: Placement,
-    path: Path,
-    is_background: bool,
-) -> list[int]:
-    """Save after the second step, and train on; threads read the device meanwhile.
-
-    Return the GPUs on which this process has a context.
-    """
+    rank: int, world_size: int, placement: Placement, path: Path, is_background: bool
+) -> None:
+    """Save after the second step, and train on; threads read the device meanwhile."""
     L.seed_everything(1)
     save = partial(L.Trainer.save_checkpoint, filepath=path)
     placement.trainer(
@@ -52,34 +46,41 @@ def save_in_training(
             HangWatchdog(300, directory=path.parent),
         ],
     ).fit(Wide())
+
+
+def content_saved(placement: Placement, path: Path, *, is_background: bool) -> list[Any]:
+    """Save in a training, and return the weights and the optimiser's states in the file."""
+    placement.run(save_in_training, path, is_background)
+    checkpoint = torch.load(path, map_location="cpu")
+    return [checkpoint["state_dict"], checkpoint["optimizer_states"]]
+
+
+def test_a_background_save_has_the_content_of_a_foreground_save(
+    ranks_on_gpus: Placement, tmp_path: Path
+) -> None:
+    """Checkpoints saved in the background while training continues are whole."""
+    foreground = content_saved(ranks_on_gpus, tmp_path / "foreground.ckpt", is_background=False)
+    background = content_saved(ranks_on_gpus, tmp_path / "background.ckpt", is_background=True)
+    training.assert_same(background, foreground)
+
+
+def save_and_list_gpus(rank: int, world_size: int, placement: Placement, path: Path) -> list[int]:
+    """Save in the background; return the GPUs on which this process has a context."""
+    save_in_training(rank, world_size, placement, path, is_background=True)
     gpus = range(torch.cuda.device_count())
     return [number for number in gpus if torch._C._cuda_hasPrimaryContext(number)]
 
 
-def test_a_background_save_has_the_content_of_a_foreground_save(
-    placement: Placement, tmp_path: Path
-) -> None:
-    """Checkpoints saved in the background while training continues are whole."""
-    contents = []
-    for is_background in (False, True):
-        path = tmp_path / f"{is_background}.ckpt"
-        placement.run(save_in_training, path, is_background)
-        checkpoint = torch.load(path, map_location="cpu")
-        contents.append([checkpoint["state_dict"], checkpoint["optimizer_states"]])
-    foreground, background = contents
-    training.assert_same(background, foreground)
-
-
-def test_each_rank_uses_only_its_own_gpu(placement: Placement, tmp_path: Path) -> None:
+def test_each_rank_uses_only_its_own_gpu(ranks_on_gpus: Placement, tmp_path: Path) -> None:
     """Of two GPUs each rank uses its own for a background save, and the file has rank
     0's.
     """
     path = tmp_path / "saved.ckpt"
-    gpus_in_use = placement.run(save_in_training, path, True)
-    own_gpu = [[device.index] if IS_GPU else [] for device in torch_devices(placement.devices)]
-    assert gpus_in_use == own_gpu
+    gpus_in_use = ranks_on_gpus.run(save_and_list_gpus, path)
+    devices = torch_devices(ranks_on_gpus.devices)
+    assert gpus_in_use == [[device.index] if IS_GPU else [] for device in devices]
     saved = torch.load(path)["state_dict"].values()
-    assert {str(value.device) for value in saved} == {placement.devices[0]}
+    assert {value.device for value in saved} == {devices[0]}
 
 
 def devices_of_momenta(
@@ -97,10 +98,12 @@ def devices_of_momenta(
     return devices
 
 
-def test_a_checkpoint_loads_on_a_gpu_and_on_the_cpu(placement: Placement, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_on_a_gpu_and_on_the_cpu(
+    ranks_on_gpus: Placement, tmp_path: Path
+) -> None:
     """A run that resumes from a background save has its optimiser on its own devices."""
     path = tmp_path / "saved.ckpt"
-    placement.run(save_in_training, path, True)
-    for resumed_on in (placement, on_cpu(2)):
+    ranks_on_gpus.run(save_in_training, path, True)
+    for resumed_on in (ranks_on_gpus, on_cpu(2)):
         devices = resumed_on.run(devices_of_momenta, tmp_path, path)
         assert devices == [{device} for device in resumed_on.devices]

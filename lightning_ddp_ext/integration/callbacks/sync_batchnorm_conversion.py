@@ -7,7 +7,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_ddp_ext.batchnorm.groups import JoinedRanks
-from lightning_ddp_ext.batchnorm.selection import Choice, Selection
+from lightning_ddp_ext.batchnorm.selection import LayerChoice, Selection
 
 from ..layer_sync import RanksLayerSync
 from ..private.compat import layer_sync_of
@@ -46,7 +46,7 @@ class SyncBatchNormConversion(pl.Callback):
             ``torch.distributed.ProcessGroup`` that was created before the Trainer.
 
     Raises:
-        ConfigurationError: ``process_group`` is invalid; in ``fit``, ``include`` or
+        ConfigurationError: an argument is invalid; in ``fit``, ``include`` or
             ``exclude`` matches no layer, or layers or ranks were selected in addition
             to ``sync_batchnorm=True``.
 
@@ -62,7 +62,7 @@ class SyncBatchNormConversion(pl.Callback):
         exclude: Selection = None,
         process_group: JoinedRanks = None,
     ) -> None:
-        self._layers = RanksLayerSync(process_group, Choice(include, exclude))
+        self._layers = RanksLayerSync(process_group, LayerChoice.of(include, exclude))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
