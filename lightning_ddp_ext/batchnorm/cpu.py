@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_ddp_ext.batchnorm.statistics import (
     RunningStatistics,
+    Vector,
     as_tensor,
     dense,
     has_large_offset,
@@ -81,18 +82,10 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
         grad_input = None
         if needs_input:
             sums_by_rank = ctx.context.gather("backward", grad_weight.numpy(), grad_bias.numpy())
-            sum_of_dy_x, sum_of_dy = sums_by_rank.sum(0).reshape(2, -1)
-            scale = 1 / np.sqrt(var.numpy() + ctx.eps)
-            if weight is not None:
-                scale = scale * weight.detach().numpy()
-            # scale * (dy - normalised x * mean(dy * normalised x) - mean(dy)), with
-            # means over all ranks' batches.
-            per_value = -scale / ctx.count
-            factor = as_tensor(sum_of_dy_x * per_value, x.dtype)
-            shift = as_tensor(sum_of_dy * per_value, x.dtype)
-            scale_by_channel = as_tensor(scale, x.dtype).view(-1, *[1] * (x.dim() - 2))
-            grad_input = _normalise(x, factor, shift, mean, var, ctx.eps)
-            grad_input.addcmul_(dy, scale_by_channel)
+            mean_of_dy_x_hat, mean_of_dy = (sums_by_rank.sum(0) / ctx.count).reshape(2, -1)
+            grad_input = _input_gradient(
+                dy, x, weight, mean, var, ctx.eps, mean_of_dy_x_hat, mean_of_dy
+            )
         return (
             grad_input,
             grad_weight if needs_weight else None,
@@ -120,3 +113,28 @@ def _parameter_gradients(
         dy, x, None, mean, var, None, None, False, eps, wanted
     )
     return gradients[1], gradients[2]
+
+
+def _input_gradient(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    eps: float,
+    mean_of_dy_x_hat: Vector,
+    mean_of_dy: Vector,
+) -> Tensor:
+    """Return the gradient of the input.
+
+    It is ``weight / sqrt(var + eps) * (dy - x_hat * mean(dy * x_hat) - mean(dy))``, where
+    ``x_hat`` is the normalised input, and the means are over all ranks' batches.
+    """
+    scale = 1 / np.sqrt(var.numpy() + eps)
+    if weight is not None:
+        scale = scale * weight.detach().numpy()
+    factor = as_tensor(-scale * mean_of_dy_x_hat, x.dtype)
+    shift = as_tensor(-scale * mean_of_dy, x.dtype)
+    gradient = _normalise(x, factor, shift, mean, var, eps)
+    scale_by_channel = as_tensor(scale, x.dtype).view(-1, *[1] * (x.dim() - 2))
+    return gradient.addcmul_(dy, scale_by_channel)

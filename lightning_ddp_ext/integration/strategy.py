@@ -231,7 +231,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.rescue = Rescue(
             self,
             rescue_checkpoint,
-            averages_models=model_averaging_period is not None,
             files=self.files,
             stops=self.stops,
             cursor=self.data.cursor,

@@ -1,4 +1,4 @@
-"""Exchange values and errors between the ranks of a Lightning strategy."""
+"""Exchange values and errors between a strategy's ranks, and tell what they share."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ def ranks_of(strategy: pl.strategies.Strategy) -> Ranks:
     if context is None or world_size == 1:
         return Ranks(rank, world_size, strategy.root_device)
     return Ranks(rank, world_size, strategy.root_device, check=context.peers.check)
+
+
+def is_sharded(optimizer: object) -> bool:
+    """Whether each rank has only a shard of the optimiser's state."""
+    classes = [base.__name__ for base in type(optimizer).__mro__]
+    return "ZeroRedundancyOptimizer" in classes  # by name, because importing it is slow
 
 
 def group_of_small_collectives() -> dist.ProcessGroup | None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
@@ -237,6 +238,10 @@ EIGHTH_CALL = Kill("on_after_backward", earlier=7)
 IN_VALIDATION = Kill("on_validation_batch_start", earlier=1)
 IN_SANITY_CHECK = Plan(Kill("on_sanity_check_end"), trainer={"num_sanity_val_steps": 2})
 SUDDEN_MOMENTUM = partial(Momentum, assign_inside, since=SIXTH_STEP.earlier)
+MODEL_AVERAGING = {
+    "ddp_comm_state": PostLocalSGDState(None, None, 2),
+    "model_averaging_period": 2,
+}
 NO_STEP = "no step has finished since the start"
 REFUSED = [
     ("several times per step", Plan(EIGHTH_CALL, model=SeveralClosures)),
@@ -249,7 +254,7 @@ REFUSED = [
     ("layers.4.bias may have changed", Plan(SIXTH_STEP, model=Shaking)),
     (NO_STEP, Plan(Kill("on_before_backward"))),
     pytest.param(NO_STEP, IN_SANITY_CHECK, marks=pytest.mark.nightly),
-    ("model_averaging_period", Plan(THIRD_STEP, strategy={"model_averaging_period": 2})),
+    ("model_averaging_period", Plan(THIRD_STEP, strategy=MODEL_AVERAGING)),
     ('resume_data="stock"', Plan(THIRD_STEP, strategy={"resume_data": "stock"})),
 ]
 

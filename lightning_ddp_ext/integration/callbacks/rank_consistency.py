@@ -17,7 +17,7 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 from ..private.compat import averages_models
 from ..private.lightning_tree import pl
-from ..strategy_ranks import ranks_of
+from ..strategy_ranks import is_sharded, ranks_of
 
 
 class RankConsistency(pl.Callback):
@@ -110,8 +110,7 @@ def _synchronised_statistics(model: nn.Module, world_size: int) -> Iterator[tupl
 
 def _optimizer_states(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
     for index, optimizer in enumerate(trainer.optimizers):
-        classes = [kind.__name__ for kind in type(optimizer).__mro__]
-        if "ZeroRedundancyOptimizer" in classes:
+        if is_sharded(optimizer):
             continue  # each rank has the state of different parameters
         for name, parameter in trainer.lightning_module.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():

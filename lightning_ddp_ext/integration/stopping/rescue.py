@@ -36,10 +36,10 @@ from ..checkpoints.fit_identity import KEY as FILE_KEY
 from ..checkpoints.run_files import RunFiles
 from ..data.cursor import EpochCursor
 from ..data.saved_epoch import KEY, make_section
-from ..private.compat import is_in_closure, is_in_optimizer_step
+from ..private.compat import averages_models, is_in_closure, is_in_optimizer_step
 from ..private.lightning_tree import rank_zero_warn
 from ..start.devices import RankDevicesStrategy
-from ..strategy_ranks import ranks_of
+from ..strategy_ranks import is_sharded, ranks_of
 from .last_step import (
     LastStep,
     RankStates,
@@ -81,8 +81,6 @@ class Rescue:
         strategy: our strategy.
         name: the name of a file next to the other checkpoints, or a path; ``None``
             saves nothing.
-        averages_models: whether the ranks may have different weights between averages
-            of the model.
         files: the strategy's files.
         stops: the strategy's stop controller, which has the deadline and knows whether
             weights are swapped.
@@ -95,7 +93,6 @@ class Rescue:
         strategy: RankDevicesStrategy,
         name: PathOrUrl | None,
         *,
-        averages_models: bool,
         files: RunFiles,
         stops: StopController,
         cursor: EpochCursor,
@@ -103,7 +100,6 @@ class Rescue:
     ) -> None:
         self._strategy = strategy
         self._name = name
-        self._averages_models = averages_models
         self._files = files
         self._stops = stops
         self._cursor = cursor
@@ -168,9 +164,9 @@ class Rescue:
 
     def _why_never(self) -> str | None:
         """Return why nothing can be saved in this run, whatever happens."""
-        if self._averages_models:
+        if averages_models(self._strategy):
             return "model_averaging_period lets the ranks have different weights"
-        if any(map(_is_sharded, self._strategy.optimizers)):
+        if any(map(is_sharded, self._strategy.optimizers)):
             return "each rank has only a shard of the optimiser's state (ZeroRedundancyOptimizer)"
         if self._cursor.resume_data == "stock":
             return 'with resume_data="stock", training would not continue with the next step'
@@ -289,9 +285,3 @@ class Rescue:
         if is_in_optimizer_step(trainer) and not is_in_closure(exception):
             return "the next step had started to change the weights"
         return None
-
-
-def _is_sharded(optimizer: Any) -> bool:
-    """Whether each rank has only a shard of the optimiser's state."""
-    names = [base.__name__ for base in type(optimizer).__mro__]
-    return "ZeroRedundancyOptimizer" in names  # by name, because importing it is slow
