@@ -74,8 +74,8 @@ programs: $(PROGRAMS)/$(INSTALLED) ## Ten programs of other people with ddp and 
 fast: venv ## Tests without processes, and one run of each main promise (a minute)
 	$(BIN)/python -m pytest -m "unit or lowest" $(PARALLEL) --durations 10
 
-gpu: venv ## Tests that need CUDA, with a table of what they prove (10 minutes), and the benchmarks of a GPU
-	$(BIN)/python -m pytest tests/gpu --durations 10
+gpu: venv ## Tests that need CUDA (10 minutes), and the benchmarks of a GPU
+	$(BIN)/python -m pytest tests/gpu -v --durations 10
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	    $(BIN)/python benchmarks/batchnorm.py layers collectives && $(BIN)/python benchmarks/rescue.py cost; fi
 

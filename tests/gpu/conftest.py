@@ -1,15 +1,10 @@
-"""Describe this machine's GPUs, find out how two ranks of NCCL work on them, and print a
-table of what the tests have proven.
+"""Skip the tests if torch finds no GPU, and find out how two ranks of NCCL work on this
+machine's GPUs.
 """
 
-import platform
 import subprocess
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,53 +14,16 @@ from tests.gpu.placement import GLOO, GPU, IS_GPU, ON_ONE_CARD, ONE_EACH, Placem
 from tests.harness.environment import skip_because
 from tests.harness.ranks import launch_ranks
 
-# The properties of a test from which the table is made.
-PROVES = "proves"  # the first sentence of its docstring
-MACHINE = "machine"  # the description of the machine
-NCCL_RANKS = "ranks of NCCL"  # the description of their placement, if it has any
-
-FOLDER = Path(__file__).parent
 SECONDS_TO_REDUCE = 60
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The number of GPUs that torch can use, and a description for the table.
-
-    Attributes:
-        missing: the reason why torch uses none, if so.
-    """
-
-    cards: int
-    description: str
-    missing: str | None = None
-
-
-@dataclass(frozen=True)
-class NcclPlace:
-    """A description of how two ranks of NCCL are placed, for the table.
-
-    Attributes:
-        placement: ``None`` if they work in no placement; the description has the
-            reasons.
-    """
-
-    description: str
-    placement: Placement | None = None
-
-
-def use_gpu(rank: int, world_size: int) -> Machine:
-    """Use a GPU and describe all of them, on a rank, because the GPU's context remains
-    until the process exits.
-    """
+def use_gpu(rank: int, world_size: int) -> None:
+    """Use a GPU, on a rank, because its context remains until the process exits."""
     torch.ones(1, device=GPU)
-    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return Machine(len(names), f"{', '.join(names)}; CUDA {torch.version.cuda}, NCCL {nccl}")
 
 
-def cards_of_driver() -> list[str]:
-    """Return a line for each GPU that ``nvidia-smi`` lists, with the driver's version."""
+def gpus_of_driver() -> list[str]:
+    """Return the name and the driver's version of each GPU that ``nvidia-smi`` lists."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -74,37 +32,42 @@ def cards_of_driver() -> list[str]:
     return [] if listed.returncode else listed.stdout.splitlines()
 
 
-@pytest.fixture(scope="session")
-def machine() -> Machine:
-    """Describe the machine; fail if its driver lists GPUs and torch cannot use them."""
-    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+def pytest_report_header() -> str:
+    """Print this machine's GPUs and versions above the tests."""
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
+    gpus = ", ".join(gpus_of_driver()) or "none"
+    return f"torch {torch.__version__}, NCCL {nccl}, GPUs: {gpus if IS_GPU else 'CPU stand-ins'}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def needs_gpu() -> None:
+    """Skip the tests if there is no GPU; fail if torch cannot use one of the driver's."""
     if not IS_GPU:
-        return Machine(0, f"CPU stand-ins; {versions}")
-    listed = cards_of_driver()
+        return
     [outcome] = launch_ranks(use_gpu, 1)
-    if outcome.result is not None:
-        driver = listed[0].rpartition(", ")[2] if listed else "unknown"
-        description = f"{outcome.result.description}, driver {driver}; {versions}"
-        return replace(outcome.result, description=description)
+    if outcome.exit_code == 0:
+        return
+    listed = gpus_of_driver()
     if listed:
-        reason = f"nvidia-smi lists {listed}, but {versions} cannot use them: {outcome.story()}"
+        reason = f"nvidia-smi lists {listed}, but torch cannot use them: {outcome.story()}"
         pytest.fail(reason, pytrace=False)
-    return Machine(0, versions, "torch finds no GPU")
+    skip_because("torch finds no GPU")
 
 
 @pytest.fixture(scope="session")
-def nccl(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> NcclPlace:
-    """Find a way in which two ranks of NCCL work."""
+def nccl(tmp_path_factory: pytest.TempPathFactory) -> Placement | None:
+    """Return a placement in which two ranks of NCCL work; skip the test without one."""
     if not IS_GPU:
-        return NcclPlace("gloo in the place of NCCL", ONE_EACH)
-    ways = {"a GPU for each rank": ONE_EACH} if machine.cards > 1 else ON_ONE_CARD
+        return ONE_EACH
+    ways = {"a GPU for each rank": ONE_EACH} if torch.cuda.device_count() > 1 else ON_ONE_CARD
     reasons = []
     for way, placement in ways.items():
         reason = why_not(placement, tmp_path_factory.mktemp("nccl"))
         if reason is None:
-            return NcclPlace(f"two ranks, {way}", placement)
+            return placement
         reasons.append(f"{way}: {reason}")
-    return NcclPlace(f"two ranks of NCCL do not work here: {'; '.join(reasons)}")
+    skip_because(f"two ranks of NCCL do not work here: {'; '.join(reasons)}")
+    return None
 
 
 def why_not(placement: Placement, directory: Path) -> str | None:
@@ -140,74 +103,9 @@ def reduce_once(rank: int, world_size: int, placement: Placement, directory: Pat
     dist.destroy_process_group()
 
 
-@pytest.fixture(autouse=True)
-def needs_gpu(machine: Machine, record_property: Callable[[str, object], None]) -> None:
-    """Skip each test if torch finds no GPU."""
-    record_property(MACHINE, machine.description)
-    skip_because(machine.missing)
-
-
 @pytest.fixture(params=["gloo", "NCCL"])
-def placement(
-    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
-) -> Placement:
+def placement(request: pytest.FixtureRequest) -> Placement:
     """Return a placement of two ranks. They share a GPU, unless they use NCCL on a
     machine with several.
     """
-    if request.param == "gloo":
-        return GLOO
-    nccl: NcclPlace = request.getfixturevalue("nccl")
-    record_property(NCCL_RANKS, nccl.description)
-    if nccl.placement is None:
-        skip_because(nccl.description)
-    return nccl.placement
-
-
-# The table.
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Attach the first sentence of its docstring to each test."""
-    for item in items:
-        if isinstance(item, pytest.Function) and item.path.parent == FOLDER:
-            sentence = " ".join(str(item.function.__doc__).partition("\n\n")[0].split())
-            item.user_properties.append((PROVES, sentence.rstrip(".")))
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print a table for docs/reference/compatibility.md: a row for each sentence, with
-    the cases of each outcome.
-    """
-    places: list[str] = []
-    rows: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for outcome in ("passed", "failed", "error", "skipped"):
-        for report in terminalreporter.stats.get(outcome, ()):
-            properties = dict(getattr(report, "user_properties", ()))
-            if PROVES in properties:
-                rows[properties[PROVES]][with_reason(outcome, report)].append(case_of(report))
-                places += [properties[key] for key in (MACHINE, NCCL_RANKS) if key in properties]
-    if not rows:
-        return
-    terminalreporter.section("what this proves")
-    header = "; ".join(dict.fromkeys(places))
-    terminalreporter.write_line(f"| {header} | Result |\n| --- | --- |")
-    for sentence, cases_by_outcome in rows.items():
-        cells = [f"{outcome}{joined(cases)}" for outcome, cases in cases_by_outcome.items()]
-        terminalreporter.write_line(f"| {sentence} | {'; '.join(cells)} |")
-
-
-def with_reason(outcome: str, report: Any) -> str:
-    """Return the outcome; if the test was skipped, with the reason."""
-    is_skipped = outcome == "skipped" and isinstance(report.longrepr, tuple)
-    return f"skipped ({report.longrepr[2].removeprefix('Skipped: ')})" if is_skipped else outcome
-
-
-def case_of(report: Any) -> str:
-    """Return the test's parameters, or an empty string if it has none."""
-    _, _, case = report.nodeid.partition("[")
-    return str(case.rstrip("]"))
-
-
-def joined(cases: list[str]) -> str:
-    names = ", ".join(sorted(filter(None, cases)))
-    return f": {names}" if names else ""
+    return GLOO if request.param == "gloo" else request.getfixturevalue("nccl")
