@@ -139,7 +139,13 @@ def states_of_ranks(
 ) -> RankStates:
     """Return the data positions and random states of all ranks after the step.
 
-    The random states of ranks without records are derived from the seed.
+    Args:
+        step: the last finished step.
+        trainer: the Trainer.
+        recorded: what this host's ranks recorded.
+        seed: the user's seed, if known, from which the random states of ranks without
+            records are derived.
+        has_seeded_validation: whether workers for validation persist and were seeded.
 
     Raises:
         Refused: the positions of the other ranks' loaders are not recorded.
@@ -148,21 +154,23 @@ def states_of_ranks(
     positions = positions_of(trainer) if restart.is_within else []
     if any(position.kind == "state" for position in positions):
         raise Refused("the training loaders have states that only their own ranks can save")
-    # The random states were recorded before the batches after this step were given.
-    later = trainer.fit_loop.epoch_loop.batch_progress.current.ready - restart.done
-    loaders = [each.state_dict(restart.done, each.batches_given - later) for each in positions]
+    # When the random states were recorded, the loaders had not given these batches.
+    batches_of_next_step = trainer.fit_loop.epoch_loop.batch_progress.current.ready - restart.done
+    loaders = [
+        each.state_dict(restart.done, each.batches_given - batches_of_next_step)
+        for each in positions
+    ]
     own = {"loaders": loaders, "has_seeded_validation": has_seeded_validation}
     states = []
     derived = []
     for rank in range(trainer.world_size):
-        records = recorded.records.get(rank)
         known = without_random_state(own) if rank == trainer.global_rank else shared_state(own)
-        state = None if records is None else _with_random_states(known, step, records)
+        state = _with_random_states(known, step, recorded.records.get(rank))
+        if state is None and any(position.is_by_rank for position in positions):
+            raise Refused(
+                f"the order in which rank {rank} reads its samples is not recorded on this host"
+            )
         if state is None:
-            if any(position.is_by_rank for position in positions):
-                raise Refused(
-                    f"the order in which rank {rank} reads its samples is not recorded on this host"
-                )
             derived.append(rank)
             with seeded(mix(seed or 0, rank, restart.epoch, step.batches)):
                 state = {**shared_state(own), "random": record_random_state()}
@@ -171,9 +179,17 @@ def states_of_ranks(
 
 
 def _with_random_states(
-    known: dict[str, Any], step: LastStep, records: RankRecords
+    known: dict[str, Any], step: LastStep, records: RankRecords | None
 ) -> dict[str, Any] | None:
-    """Return a rank's state with its recorded random states; ``None`` if one is missing."""
+    """Return a rank's state with its recorded random states; ``None`` if one is missing.
+
+    Args:
+        known: the rest of the rank's state.
+        step: the step after which the rank continues.
+        records: the rank's records; ``None`` on another host.
+    """
+    if records is None:
+        return None
     restart = step.restart
     random = records.find(step.batches, Kind.EPOCH) if restart.has_started else None
     # A rank that died in a start hook of the epoch has not created iterators.
