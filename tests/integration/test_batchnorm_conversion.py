@@ -3,12 +3,10 @@ run different ones raise, instead of mixing up statistics.
 """
 
 import copy
-import logging
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import partial
-from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 from lightning_ddp_ext import SyncBatchNorm, SyncBatchNormConversion, convert_sync_batchnorm
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from tests.harness.ranks import launch_ranks, run_ranks
-from tests.harness.training import Batch, Kind, Net, fit, make_trainer, on_ranks, warnings_with
+from tests.harness.training import Batch, Kind, Net, fit, make_trainer, on_ranks, stock_group
 
 By = Literal["callback", "flag"]  # what converts: our callback, or the Trainer's flag
 
@@ -76,42 +74,26 @@ class Observed(Net):
 ERRORS = {"error": ZeroDivisionError(), "Ctrl-C": KeyboardInterrupt()}
 
 
-class Record(NamedTuple):
-    """The classes of a model's layers during and after a fit, and the messages on
-    BatchNorm.
-    """
+class Seen(NamedTuple):
+    """The classes of a model's layers in the hooks of a fit, and after it."""
 
-    seen: dict[str, list[str]]  # by hook
+    in_hooks: dict[str, list[str]]
     after: list[str]
-    messages: list[str]
 
 
-@contextmanager
-def batchnorm_messages() -> Iterator[list[str]]:
-    """Yield a list that has, after the block, its log lines and warnings on BatchNorm."""
-    found: list[str] = []
-    handler = BufferingHandler(capacity=10_000)
-    for name in ("lightning_ddp_ext", "lightning.pytorch"):
-        logging.getLogger(name).setLevel(logging.INFO)
-        logging.getLogger(name).addHandler(handler)
-    with warnings_with("BatchNorm") as warned:
-        yield found
-    lines = [record.getMessage() for record in handler.buffer]
-    found += [line for line in lines if "BatchNorm" in line]
-    found += warned
-
-
-def fit_and_record(kind: Kind, directory: Path, by: By, end: str = "success") -> Record:
+def fit_and_see(
+    rank: int, world_size: int, directory: Path, kind: Kind, by: By, end: str = "success"
+) -> Seen:
     callbacks = [SyncBatchNormConversion()] if by == "callback" else []
     batches = 0 if end == "no batches" else 1.0
     options = {"sync_batchnorm": by == "flag", "limit_train_batches": batches}
     model = Observed(ERRORS.get(end))
     with (
-        batchnorm_messages() as messages,
+        stock_group(rank, world_size, directory) if kind == "stock" else nullcontext(),
         suppress(ZeroDivisionError, RankFailedError, SystemExit),
     ):
         fit(kind, directory, model, *callbacks, **options)
-    return Record(model.seen, classes_of(model), messages)
+    return Seen(model.seen, classes_of(model))
 
 
 @WAYS
@@ -119,24 +101,24 @@ def test_layers_are_converted_during_training_only(kind: Kind, by: By, tmp_path:
     """The callback restores layers before ``on_train_end``, the flag before
     ``on_fit_end``.
     """
-    restored_in = {"callback": ["on_train_end", "on_fit_end"], "flag": ["on_fit_end"]}
-    for record in on_ranks(kind, fit_and_record, tmp_path, by):
-        assert record.seen["training"] == CONVERTED
-        assert [record.seen[hook] for hook in restored_in[by]] == [PLAIN] * len(restored_in[by])
-        assert record.after == PLAIN
+    restored_in = ["on_train_end", "on_fit_end"] if by == "callback" else ["on_fit_end"]
+    for seen in run_ranks(fit_and_see, 2, tmp_path, kind, by):
+        assert seen.in_hooks["training"] == CONVERTED
+        assert [seen.in_hooks[hook] for hook in restored_in] == [PLAIN for _ in restored_in]
+        assert seen.after == PLAIN
 
 
 @WAYS
 def test_converted_and_other_layers_are_named(kind: Kind, by: By, tmp_path: Path) -> None:
     """Rank 0 logs a line about converted layers, and names the others in a warning."""
-    first, second = on_ranks(kind, fit_and_record, tmp_path, by)
-    summary, warning = first.messages
-    assert (
-        summary == "SyncBatchNorm: 2 of 5 layers, statistics over 2 ranks; "
-        "not converted: 1 overrides forward, 2 synchronises already"
+    first, second = launch_ranks(fit_and_see, 2, tmp_path, kind, by)
+    summary = (
+        "SyncBatchNorm: 2 of 5 layers, statistics over 2 ranks; "
+        "not converted: 1 overrides forward, 2 synchronises already\n"
     )
-    assert "layers.4 (Scaled) overrides forward. A class that" in warning
-    assert second.messages == []
+    assert first.output.count(summary) == 1, first.story()
+    assert first.output.count("layers.4 (Scaled) overrides forward. A class that") == 1
+    assert "BatchNorm" not in second.output
 
 
 @WAYS
@@ -145,8 +127,8 @@ def test_whatever_ends_fit_the_model_is_what_it_was(
     kind: Kind, by: By, end: str, tmp_path: Path
 ) -> None:
     """All layers have their classes of before."""
-    for record in on_ranks(kind, fit_and_record, tmp_path, by, end):
-        assert record.after == PLAIN
+    for seen in run_ranks(fit_and_see, 2, tmp_path, kind, by, end):
+        assert seen.after == PLAIN
 
 
 class Teacher(Net):
