@@ -4,7 +4,6 @@ the place where the same command looks for it.
 
 import errno
 import os
-import re
 import signal
 import sys
 import threading
@@ -29,7 +28,6 @@ from tests.harness.scripts import run_script
 from tests.integration import rescuing
 from tests.integration.rescuing import FaultyIO, Kill, Net, Plan
 
-ROOT = Path(__file__).resolve().parents[2]
 # Steps before the kills; a survivor may also finish the step in which another rank dies.
 FINISHED = 5
 IN_SIXTH_STEP = Kill("on_after_backward", earlier=FINISHED)
@@ -294,51 +292,3 @@ def test_an_earlier_save_error_does_not_prevent_the_rescue(tmp_path: Path) -> No
     survivor, _ = ranks.launch_ranks(rescuing.train, 2, plan, tmp_path)
     assert f"saved step {finished} to" in survivor.output, survivor.story()
     assert "cannot save checkpoint /dev/null/" in survivor.output
-
-
-SCRIPT = """
-    import os, signal, sys
-    import lightning as L
-    import torch
-    from lightning_ddp_ext import DDPExtStrategy
-    from tests.integration.rescuing import Net
-
-    class Killed(Net):
-        def on_after_backward(self):
-            restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-            if restart == self.global_rank == 0 and self.trainer.global_step == 5:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        def on_train_start(self):
-            step = self.trainer.global_step
-            sys.stdout.write(f"rank {self.global_rank} starts at step {step}\\n")
-
-    names = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    quiet = dict.fromkeys(names, False)
-    strategy = DDPExtStrategy(rescue_checkpoint="last-rescued.ckpt")
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_epochs=2,
-        num_sanity_val_steps=0,
-        **quiet,
-    )
-    torch.manual_seed(0)
-    trainer.fit(Killed(), ckpt_path="last")
-    assert trainer.global_step == 24
-"""
-
-
-@pytest.mark.nightly
-def test_torchrun_starts_the_ranks_again_where_they_were(tmp_path: Path) -> None:
-    """Training continues with ``--max-restarts`` and ``"last"``.
-
-    At the end no file is left.
-    """
-    launcher = ("torchrun", "--nproc-per-node=2", "--max-restarts=1")
-    script = run_script(SCRIPT, launcher=launcher, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
-    assert script.exit_code == 0, script.output
-    starts = [int(step) for step in re.findall(r"starts at step (\d+)", script.output)]
-    assert starts in ([0, 0, 5, 5], [0, 0, 6, 6])
-    assert not list(tmp_path.glob("*rescued*"))
