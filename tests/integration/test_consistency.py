@@ -76,11 +76,22 @@ class SkipsStep(Net):
 
 @dataclass(frozen=True)
 class Training:
-    """An epoch of four batches a rank, in which one rank changes its model."""
+    """An epoch of four batches a rank, in which one rank changes its model.
+
+    Attributes:
+        change: changes the model.
+        hook: the hook in which it does.
+        earlier: how often the hook is called before.
+        rank: the rank that changes its model.
+        world_size: the number of ranks.
+        every_n_steps: the argument of ``RankConsistency``.
+        model: the module's class.
+        options: further options of the Trainer.
+    """
 
     change: Change
-    after_batch: int = 2
-    """The number of batches before the change; 0 for a change before training."""
+    hook: str = "on_train_batch_end"
+    earlier: int = 1
     rank: int = 1
     world_size: int = 2
     every_n_steps: int = 1
@@ -88,12 +99,16 @@ class Training:
     options: dict[str, Any] = field(default_factory=dict)
 
     def callback(self) -> At:
-        def change(trainer: L.Trainer) -> None:
-            self.change(trainer.lightning_module)
+        """Return a callback that changes the model."""
+        return At(
+            self.hook,
+            lambda trainer: self.change(trainer.lightning_module),
+            earlier=self.earlier,
+            ranks=[self.rank],
+        )
 
-        if self.after_batch == 0:
-            return At("on_train_start", change, ranks=[self.rank])
-        return At("on_train_batch_end", change, earlier=self.after_batch - 1, ranks=[self.rank])
+
+AT_START: dict[str, Any] = {"hook": "on_train_start", "earlier": 0}
 
 
 def train(kind: Kind, directory: Path, training: Training) -> DivergenceError | None:
@@ -124,22 +139,22 @@ def assert_all_differ(errors: list[DivergenceError | None], moment: str, tensor:
     ("training", "moment", "tensor"),
     [
         pytest.param(
-            Training(flip_weight, after_batch=0), "at the start of training", WEIGHT, id="start"
+            Training(flip_weight, **AT_START), "at the start of training", WEIGHT, id="start"
         ),
         pytest.param(
-            Training(flip_weight, after_batch=3, options={"accumulate_grad_batches": 2}),
+            Training(flip_weight, earlier=2, options={"accumulate_grad_batches": 2}),
             "after step 2",
             WEIGHT,
             id="accumulation",
         ),
         pytest.param(
-            Training(flip_momentum, after_batch=4), "after step 4", MOMENTUM, id="optimiser state"
+            Training(flip_momentum, earlier=3), "after step 4", MOMENTUM, id="optimiser state"
         ),
         pytest.param(
-            Training(drop_momentum, after_batch=4), "after step 4", MOMENTUM, id="missing state"
+            Training(drop_momentum, earlier=3), "after step 4", MOMENTUM, id="missing state"
         ),
         pytest.param(
-            Training(flip_weight, after_batch=4, every_n_steps=3),
+            Training(flip_weight, earlier=3, every_n_steps=3),
             "at the end of training",
             WEIGHT,
             id="after the last check",
@@ -202,7 +217,7 @@ def resume(kind: Kind, directory: Path, training: Training) -> DivergenceError |
 
 def test_a_loaded_optimiser_state_is_compared(tmp_path: Path) -> None:
     """A difference in the state of a checkpoint is found before the first step."""
-    errors = on_ranks("ours", resume, tmp_path, Training(flip_momentum, after_batch=0))
+    errors = on_ranks("ours", resume, tmp_path, Training(flip_momentum, **AT_START))
     assert_all_differ(errors, "at the start of training", MOMENTUM)
 
 
