@@ -9,7 +9,6 @@ such as the control channel and the errors, is shared.
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -25,8 +24,6 @@ ADAPTERS = {
     "lightning.pytorch": "lightning_ddp_ext.integration",
     "pytorch_lightning": "lightning_ddp_ext.pytorch_lightning",
 }
-
-_FROZEN_BY_PYTHON = 1000  # at most; Python 3.12 starts with about 400 frozen objects
 
 
 def adapter(name: str) -> Any:
@@ -49,23 +46,6 @@ def _choose() -> str:
         tree for tree in ADAPTERS if importlib.util.find_spec(tree.partition(".")[0]) is not None
     ]
     return (imported or installed or ["lightning.pytorch"])[0]
-
-
-def _import_quickly(tree: str) -> None:
-    """Import a tree and torch with garbage collection off.
-
-    Garbage collection would slow the import by a fifth and free nothing.
-    """
-    if tree in sys.modules or not gc.isenabled() or gc.get_freeze_count() > _FROZEN_BY_PYTHON:
-        return
-    gc.disable()
-    try:
-        with suppress(ImportError):  # the adapter raises it again
-            import_module(tree)
-    finally:
-        gc.freeze()
-        gc.unfreeze()  # moves all objects to the oldest generation, which the next collections skip
-        gc.enable()
 
 
 def _register(tree: str) -> None:
@@ -113,4 +93,3 @@ def _call_after_import(loader: Any, action: Callable[[], None]) -> None:
 
 
 _chosen = _choose()
-_import_quickly(_chosen)
