@@ -163,14 +163,11 @@ def test_devices_that_disagree_with_variables_are_refused(
 
 
 def test_a_task_of_srun_may_start_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an interactive job, it unsets the variable that the error names."""
-    for name, value in environment_of(0, by_srun()).items():
+    """In an interactive job, it unsets SLURM_STEP_NUM_TASKS, as the error says."""
+    variables = {**environment_of(0, by_srun()), "SLURM_JOB_NAME": "bash"}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("SLURM_JOB_NAME", "bash")
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    with pytest.raises(ConfigurationError, match="or unset SLURM_STEP_NUM_TASKS if each task"):
-        make_trainer(DDPExtStrategy(), devices=2)
-    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
     environment: Any = make_trainer(DDPExtStrategy(), devices=2).strategy.cluster_environment
     assert not environment.creates_processes_externally
 

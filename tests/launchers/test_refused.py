@@ -120,7 +120,7 @@ BATCH_SCRIPT = {**JOB_OF_TWO, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_
         pytest.param(
             {**by_srun(), "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NAME": "bash"},
             "srun started 2 tasks, but Lightning ignores SLURM in a job named 'bash', .+; use"
-            " srun --job-name=.+",
+            " srun --job-name=.+ or unset SLURM_STEP_NUM_TASKS if each task .+",
             id="in a job that Lightning ignores",
         ),
     ],
