@@ -7,8 +7,8 @@ communicates for another reason.
 Ranks may read at different times, so one may send more values than another. An exchange
 reduces the first values, as many as every rank has sent. A rank that has sent more keeps
 the rest, and waits for the other ranks in its next exchange. They join it at the latest
-when their step ends (see :class:`_NextExchange`). With its last values, a rank sends the
-mark ``is_last``. It then exchanges until every rank has sent the mark.
+when their step ends. With its last values, a rank sends the mark ``is_last``. It then
+exchanges until every rank has sent the mark.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -45,14 +44,6 @@ class _Queued(NamedTuple):
     pending: PendingTensor
 
 
-class _NextExchange(Enum):
-    """Whether this rank makes another exchange in this step."""
-
-    IF_ANY = "if it has values"
-    AWAITED = "in any case: another rank has sent more values, and waits for the results"
-    EXPECTED = "in any case, as every rank does, because the training step before logged values"
-
-
 class StepValues:
     """The values that this rank has logged in the running step.
 
@@ -66,7 +57,8 @@ class StepValues:
     def __init__(self, reduce: Reduce) -> None:
         self._reduce = reduce
         self._queue: list[_Queued] = []
-        self._next = _NextExchange.IF_ANY
+        # Whether every rank makes another exchange in this step, even without values.
+        self._is_expected = False
         self._has_logged = False  # in the running step
         # In the last training step. Evaluation does not change this, since some ranks may
         # have no evaluation step in between.
@@ -79,8 +71,7 @@ class StepValues:
 
         Collective if it logged any, and in a training step if the one before did.
         """
-        follows_values = is_training and self._has_logged_in_training
-        self._next = _NextExchange.EXPECTED if follows_values else _NextExchange.IF_ANY
+        self._is_expected = is_training and self._has_logged_in_training
         self._has_logged = False
         self.is_running = True
         try:
@@ -105,7 +96,7 @@ class StepValues:
             self._exchange(is_last=False)
 
     def _end(self) -> None:
-        is_over = self._next is _NextExchange.IF_ANY and not self._queue
+        is_over = not self._is_expected and not self._queue
         while not is_over:
             is_over = self._exchange(is_last=len(self._queue) <= PER_MESSAGE).is_over
 
@@ -113,16 +104,12 @@ class StepValues:
         """Reduce the first queued values, as many as all ranks have sent. Collective."""
         sent = self._queue[:PER_MESSAGE]
         values = [queued.value for queued in sent]
-        is_expected = self._next is _NextExchange.EXPECTED
-        exchange = self._reduce(values, is_last=is_last, is_expected=is_expected)
+        exchange = self._reduce(values, is_last=is_last, is_expected=self._is_expected)
         # Another rank may have sent fewer values.
         for queued, result in zip(sent, exchange.results, strict=False):
             _settle(queued, result)
         del self._queue[: len(exchange.results)]
-        if exchange.is_even:
-            self._next = _NextExchange.IF_ANY
-        elif not is_expected:
-            self._next = _NextExchange.AWAITED
+        self._is_expected = not exchange.is_even
         return exchange
 
     def _abandon(self) -> None:
