@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,22 +63,15 @@ def _neutralise(tensor: Tensor, op: Any) -> None:
         tensor.zero_().bitwise_not_()
     elif op == ReduceOp.PRODUCT:
         tensor.fill_(1)
-    elif op == ReduceOp.MIN:
-        tensor.fill_(_range_of(tensor.dtype).largest)
-    elif op == ReduceOp.MAX:
-        tensor.fill_(_range_of(tensor.dtype).smallest)
+    elif op in (ReduceOp.MIN, ReduceOp.MAX):
+        smallest, largest = _range_of(tensor.dtype)
+        tensor.fill_(largest if op == ReduceOp.MIN else smallest)
 
 
-class _Range(NamedTuple):
-    """The values that a dtype can represent."""
-
-    smallest: float
-    largest: float
-
-
-def _range_of(dtype: torch.dtype) -> _Range:
+def _range_of(dtype: torch.dtype) -> tuple[float, float]:
+    """Return the smallest and the largest value that a dtype can represent."""
     if dtype.is_floating_point:
-        return _Range(-math.inf, math.inf)
+        return -math.inf, math.inf
     if dtype == torch.bool:
-        return _Range(False, True)
-    return _Range(torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        return False, True
+    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
