@@ -53,7 +53,7 @@ def default_deadline() -> timedelta:
 
 
 def finish_earlier_saves(io: pl.plugins.CheckpointIO) -> None:
-    """Wait for earlier saves, whose errors must not prevent the save of a stop."""
+    """Wait for earlier saves, whose errors must not prevent the next one."""
     if isinstance(io, RankZeroCheckpointIO):
         io.saver.finish()
 
