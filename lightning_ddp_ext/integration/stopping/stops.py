@@ -162,9 +162,9 @@ class StopController:
         self._run.has_failed = False  # the Trainer has handled the exception
         if self._handling is not None:
             signals, graceful_stop = self._handling
-            self._handling = None
             signals.restore(defers_sigterm=has_failed)
             graceful_stop.end()
+            self._handling = None
             self._pass_on_late_signal(signals, has_failed)
 
     def _pass_on_late_signal(self, signals: StopSignals, has_failed: bool) -> None:
