@@ -144,7 +144,7 @@ class StopController:
             self._handle_signals(session.stops)
 
     def _handle_signals(self, graceful_stop: GracefulStop) -> None:
-        # If the teardown was skipped, the handlers outlive the run.
+        # The second argument is for handlers that outlive the run, without a teardown.
         signals = StopSignals(
             self._request_stop, lambda: current_run() is None and sys.exc_info()[1] is None
         )
@@ -170,8 +170,8 @@ class StopController:
     def _pass_on_late_signal(self, signals: StopSignals, has_failed: bool) -> None:
         """Pass a signal that arrived after the last stop point to the earlier handler.
 
-        The handlers have been called if users installed them. After a failure, the
-        script may continue, so only signals for the process are passed on. After a
+        A user's handler was called when the signal arrived. After a failure, the run has
+        ended, so only signals that ask for the end of the process are passed on. After a
         stop, :class:`StoppedException` ends the process.
         """
         received = signals.received
