@@ -54,28 +54,6 @@ class Kill:
         os.kill(os.getpid(), signal.SIGTERM if self.by == "sigterm" else signal.SIGKILL)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A run, and what happens in it.
-
-    Attributes:
-        kill: which ranks end, and when.
-        strategy: options of the strategy; with a ``start_method`` one process starts
-            two ranks.
-        trainer: options of the Trainer.
-        callbacks: of the Trainer, in addition to one that saves.
-        model: makes the module, by default ``Net``.
-        ckpt_path: the file to resume from.
-    """
-
-    kill: Kill | None = None
-    strategy: dict[str, Any] = field(default_factory=dict)
-    trainer: dict[str, Any] = field(default_factory=dict)
-    callbacks: Sequence[L.Callback] = ()
-    model: Callable[[], L.LightningModule] | None = None
-    ckpt_path: Any = "last"
-
-
 class Net(L.LightningModule):
     """Has what differs between ranks: dropout, batch statistics, and noise from each
     library.
@@ -113,6 +91,28 @@ class Net(L.LightningModule):
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self._samples_of(VALIDATION_BATCHES), BATCH_SIZE)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, and what happens in it.
+
+    Attributes:
+        kill: which ranks end, and when.
+        strategy: options of the strategy; with a ``start_method`` one process starts
+            two ranks.
+        trainer: options of the Trainer.
+        callbacks: of the Trainer, in addition to one that saves.
+        model: makes the module.
+        ckpt_path: the file to resume from.
+    """
+
+    kill: Kill | None = None
+    strategy: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    callbacks: Sequence[L.Callback] = ()
+    model: Callable[[], L.LightningModule] = Net
+    ckpt_path: Any = "last"
 
 
 class FaultyIO(RankZeroCheckpointIO):
@@ -184,7 +184,7 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
         "enable_checkpointing": True,
         **plan.trainer,
     }
-    net = (plan.model or Net)()
+    net = plan.model()
     training.fit(
         "ours", directory, net, *callbacks, strategy=strategy, ckpt_path=plan.ckpt_path, **options
     )

@@ -116,7 +116,14 @@ class Odd(Joint):
 class Feature:
     """A feature that users combine with BatchNorm.
 
-    Layers are converted by our callback, by the Trainer's flag, or by both.
+    Attributes:
+        model: makes the module.
+        trainer: options of the Trainer.
+        strategy: options of the strategy.
+        average: makes a callback that averages weights.
+        tolerance: how far weights may be from those of one process.
+        by_callback: whether our callback converts layers.
+        by_flag: whether the Trainer's flag does.
     """
 
     model: Callable[[], Joint] = Joint
