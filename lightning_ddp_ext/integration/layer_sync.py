@@ -45,7 +45,11 @@ class RanksLayerSync(pl.plugins.LayerSync):
         self._applied: _Applied | None = None
 
     def refuse_alongside(self, other: pl.plugins.LayerSync | None) -> None:
-        """Raise if this selects layers or ranks, and ``other`` synchronises all."""
+        """Raise if this selects layers or ranks, and ``other`` synchronises all.
+
+        Raises:
+            ConfigurationError: both are in use.
+        """
         selects = self._ranks is not None or self._choice != LayerChoice()
         if other is not None and selects:
             raise ConfigurationError(

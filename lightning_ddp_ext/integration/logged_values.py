@@ -105,7 +105,14 @@ class LoggedValues:
         self._step_values.flush()
 
     def reduce(self, tensor: Any, group: Any, reduce_op: Any, reduction: Reduction) -> Any:
-        """Reduce a tensor for :meth:`Reduction.__call__`."""
+        """Reduce a tensor for :meth:`Reduction.__call__`. Collective.
+
+        Args:
+            tensor: the value; what is not a tensor is returned unchanged.
+            group: the ranks; ``None`` for all.
+            reduce_op: a ``ReduceOp`` or its name.
+            reduction: the object that was called, which identifies the logged name.
+        """
         is_connected = dist.is_initialized() and not self._checkpoints.is_handling_exception
         if not is_connected or not isinstance(tensor, Tensor):
             return tensor

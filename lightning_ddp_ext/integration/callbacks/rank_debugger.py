@@ -62,7 +62,8 @@ class RankDebugger(pl.Callback):
 def rank_debugger_of(trainer: Any) -> RankDebugger | None:
     """Return the Trainer's first ``RankDebugger``, or ``None``.
 
-    Raise if the rank of one does not exist.
+    Raises:
+        ConfigurationError: the rank of one does not exist.
     """
     callbacks = getattr(trainer, "callbacks", ())
     debuggers = [each for each in callbacks if isinstance(each, RankDebugger)]

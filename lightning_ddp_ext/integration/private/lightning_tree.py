@@ -33,7 +33,11 @@ def missing(name: str) -> ImportError:
 
 
 def refuse_missing(owner: type, *names: str) -> None:
-    """Raise if methods or attributes of a Lightning class are missing."""
+    """Raise if methods or attributes of a Lightning class are missing.
+
+    Raises:
+        ImportError: the first missing one.
+    """
     for name in names:
         if not hasattr(owner, name):
             raise missing(f"{owner.__module__}.{owner.__qualname__}.{name}")
@@ -42,7 +46,8 @@ def refuse_missing(owner: type, *names: str) -> None:
 def refuse_other_tree(*objects: object) -> None:
     """Raise if some of our callbacks or plugins were made for the other tree.
 
-    The message shows the right import.
+    Raises:
+        ConfigurationError: the message shows the right import.
     """
     [other_name] = ADAPTERS.keys() - {lightning_name}
     own = lightning_name.partition(".")[0]

@@ -75,7 +75,8 @@ class ReplacedMethods:
     def replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         """Replace a method of one object.
 
-        Raise if the method is missing in the installed Lightning.
+        Raises:
+            ImportError: the installed Lightning does not have the method.
         """
         refuse_missing(type(owner), name)
         setattr(owner, name, Replacement(owner, name, method))

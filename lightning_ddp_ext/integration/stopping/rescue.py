@@ -181,7 +181,11 @@ class Rescue:
     def save(self, exception: BaseException) -> None:
         """Save the last finished step after another rank has caused an exception.
 
-        It does nothing if another survivor has saved that step.
+        Each surviving rank calls this by itself. It does nothing if another survivor has
+        saved that step, and prints why the step cannot be saved.
+
+        Args:
+            exception: the exception that ends this rank's run.
         """
         run = self._run
         if run is None or not self._is_survivor_among(run.peers):
