@@ -104,7 +104,7 @@ def test_layers_are_converted_during_training_only(kind: Kind, by: By, tmp_path:
     restored_in = ["on_train_end", "on_fit_end"] if by == "callback" else ["on_fit_end"]
     for seen in run_ranks(fit_and_see, 2, tmp_path, kind, by):
         assert seen.in_hooks["training"] == CONVERTED
-        assert [seen.in_hooks[hook] for hook in restored_in] == [PLAIN for _ in restored_in]
+        assert all(seen.in_hooks[hook] == PLAIN for hook in restored_in)
         assert seen.after == PLAIN
 
 
