@@ -96,11 +96,10 @@ class StepValues:
             self._exchange(is_last=False)
 
     def _end(self) -> None:
-        is_over = not self._is_expected and not self._queue
-        while not is_over:
-            is_over = self._exchange(is_last=len(self._queue) <= PER_MESSAGE).is_over
+        while self._is_expected or self._queue:
+            self._exchange(is_last=len(self._queue) <= PER_MESSAGE)
 
-    def _exchange(self, *, is_last: bool) -> Exchange:
+    def _exchange(self, *, is_last: bool) -> None:
         """Reduce the first queued values, as many as all ranks have sent. Collective."""
         sent = self._queue[:PER_MESSAGE]
         values = [queued.value for queued in sent]
@@ -109,8 +108,7 @@ class StepValues:
         for queued, result in zip(sent, exchange.results, strict=False):
             _settle(queued, result)
         del self._queue[: len(exchange.results)]
-        self._is_expected = not exchange.is_even
-        return exchange
+        self._is_expected = exchange.needs_another
 
     def _abandon(self) -> None:
         """Leave values without a result as NaN.

@@ -56,13 +56,12 @@ class Exchange:
 
     Attributes:
         results: the results of the first values, as many as all ranks have sent.
-        is_over: whether every rank has sent its last values.
-        is_even: whether every rank has sent equally many values, and more may follow.
+        needs_another: whether every rank must exchange again, because one has sent more
+            values than another, or its last ones before another.
     """
 
     results: list[Tensor]
-    is_over: bool
-    is_even: bool
+    needs_another: bool
 
 
 def can_batch(tensor: Tensor, op: Any) -> bool:
@@ -108,11 +107,8 @@ def reduce_common(
     is_different = bool((digests[:, :common] != digests[0, :common]).any())
     if is_incomplete or is_different:
         raise _mismatch(values, group)
-    return Exchange(
-        results=_results(values[:common], rows[:, 1:], idle_ranks),
-        is_over=bool(are_last.all()),
-        is_even=bool((counts == common).all()) and not are_last.any(),
-    )
+    needs_another = bool((counts != common).any() or (are_last != are_last[0]).any())
+    return Exchange(_results(values[:common], rows[:, 1:], idle_ranks), needs_another)
 
 
 def _message(values: Sequence[Value], *, is_last: bool, device: torch.device) -> Tensor:
