@@ -12,7 +12,6 @@ from __future__ import annotations
 import dis
 import traceback
 from collections.abc import Callable
-from enum import Enum
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -91,73 +90,59 @@ def _limit_exit(handler: FrameType | None) -> None:
         session.stops.limit_exit(is_needed=lambda: handler is None or is_main_thread_in(handler))
 
 
-class Origin(Enum):
-    """The origin of an exception, as far as other ranks are concerned."""
-
-    NAMED = "it names the rank that caused it"
-    ABORTED = "it was raised in a collective that this rank aborted after another rank's failure"
-    BROKEN = "it was raised in a collective or store that another rank probably broke"
-    COMMON = "every rank raises, and its caller may catch it"
-    OWN = "it is this rank's own failure"
-
-
 def explain(
     exception: BaseException, rescue: Rescue = lambda exception: None, *, is_caught: bool = False
 ) -> BaseException:
     """Announce an exception to the other ranks, or find the rank that caused it.
 
-    Return the exception, or the error of that rank. If the caller may catch it and
-    every rank raises, it is not announced, so the groups stay intact.
+    This takes some seconds if other ranks are involved.
+
+    Args:
+        exception: the exception.
+        rescue: called if another rank caused it, before this rank's groups are closed.
+        is_caught: whether the caller may catch the exception. If every rank raises one,
+            it is then not announced, so the groups stay intact.
+
+    Returns:
+        The exception, or the error of the rank that caused it.
     """
     session = current_session()
     if session is None or isinstance(exception, RendezvousError):
         return exception
     context = session.context
-    origin, event = _cause_of(exception, session, is_caught)
-    if origin is Origin.BROKEN:
-        _print_replaced(exception, context)
-    if event is not None:
-        return _replacement(exception, event, context, rescue)
-    if origin is Origin.NAMED:
+    if isinstance(exception, RankFailedError):  # it already names the rank
         rescue(exception)
         context.peers.record_raised()
-    elif origin is Origin.OWN:
+        return exception
+    # Decided before the waits below, in which this rank may abort its collectives.
+    is_aborted = context.peers.cause is not None and any(
+        map(_is_in_collective, chain_of(exception))
+    )
+    event = _event_behind(exception, session)
+    if event is not None:
+        if not is_aborted:
+            _print_replaced(exception, context)
+        return _replacement(exception, event, context, rescue)
+    # After an error of the device, torch's watchdog may end this process at any time.
+    may_wait = is_caught and not isinstance(exception, _ERRORS_OF_DEVICE)
+    if not (may_wait and session.exceptions.is_common()):
         context.announce_failure(exception, "".join(traceback.format_exception(exception)))
     return exception
 
 
-def _cause_of(
-    exception: BaseException, session: Session, is_caught: bool
-) -> tuple[Origin, PeerEvent | None]:
-    """Return the origin of an exception, and the event of another rank that caused it.
+def _event_behind(exception: BaseException, session: Session) -> PeerEvent | None:
+    """Return the event of another rank that caused an exception of this rank, if any.
 
-    This takes some seconds if other ranks are involved.
+    If the exception may follow from one, wait for it.
     """
-    if isinstance(exception, RankFailedError):
-        return Origin.NAMED, None
     peers = session.context.peers
-    # The origin if another rank caused it, decided before the waits below, in which the
-    # cause may arrive and this rank may abort its collectives.
-    is_aborted = peers.cause is not None and any(map(_is_in_collective, chain_of(exception)))
-    origin_elsewhere = Origin.ABORTED if is_aborted else Origin.BROKEN
     # Any exception may follow from arbitrary values.
     if not isinstance(exception, KeyboardInterrupt) and session.context.has_arbitrary_values:
-        return origin_elsewhere, peers.cause
+        return peers.cause
     if isinstance(exception, _ERRORS_OF_DEVICE):
-        # Torch's watchdog may end this process at any time.
-        return Origin.OWN, None
-    event = _event_behind(exception, session)
-    if event is not None:
-        return origin_elsewhere, event
-    is_common = is_caught and session.exceptions.is_common()
-    return (Origin.COMMON if is_common else Origin.OWN), None
-
-
-def _event_behind(exception: BaseException, session: Session) -> PeerEvent | None:
-    """Wait for the event of another rank that broke a collective of this one, if any."""
+        return None
     if may_be_echo(exception):
         return session.survey.cause_of_broken_collective()
-    peers = session.context.peers
     if _is_raised_for_user(exception):
         peers.wait(peers.timeouts.first_cause)
         return peers.cause

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
@@ -17,7 +15,6 @@ from typing import Any
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
-from lightning_ddp_ext.ranks import chain_of
 from lightning_ddp_ext.supervision.process_exits import (
     END_WITHIN,
     status_in_words,
@@ -29,46 +26,8 @@ from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals, wi
 _END_WITHIN_AFTER_INTERRUPT = 2.5
 
 
-class RaisedAt:
-    """When each process raised an exception, in memory that the processes share.
-
-    Args:
-        start_method: how the processes are started.
-        count: their number.
-
-    Attributes:
-        own: by process, the time from ``time.monotonic`` at which it failed itself;
-            else 0.
-        following: by process, the time at which it raised because of another rank;
-            else 0.
-
-    >>> raised_at = RaisedAt("fork", 2)
-    >>> raised_at.record(0, RankDiedError("rank 1 died"))
-    >>> raised_at.record(1, ValueError("worker: RankDiedError: rank 7 died"))
-    >>> [time > 0 for time in raised_at.own], [time > 0 for time in raised_at.following]
-    ([False, True], [True, False])
-    """
-
-    def __init__(self, start_method: str, count: int) -> None:
-        context = multiprocessing.get_context(start_method)
-        self.own = context.RawArray("d", count)
-        self.following = context.RawArray("d", count)
-
-    def has_raised(self, index: int) -> bool:
-        """Whether process ``index`` raised an exception."""
-        return bool(self.own[index] or self.following[index])
-
-    def record(self, index: int, error: Exception) -> None:
-        """Record that process ``index`` raises an error; that process calls this."""
-        is_following = any(isinstance(link, RankFailedError) for link in chain_of(error))
-        if is_following:
-            self.following[index] = time.monotonic()
-        else:
-            self.own[index] = time.monotonic()
-
-
 class Blame(IntEnum):
-    """How a failed process exited; the lowest number marks the likely first failure."""
+    """How a failed process ended; the lowest number marks the likely first failure."""
 
     KILLED = 0
     RAISED = 1
@@ -84,7 +43,8 @@ class RankProcesses:
 
     Args:
         context: torch's object for the started processes.
-        raised_at: when each of them raised.
+        failed_at: by process, the ``time.monotonic()`` at which it raised an exception
+            that no other rank caused; otherwise 0. The processes share this memory.
         results_file: the file that local rank 0 writes if it succeeds.
         stop_within: the seconds in which the ranks must stop together after a signal,
             or save after a failure.
@@ -94,14 +54,14 @@ class RankProcesses:
     def __init__(
         self,
         context: Any,
-        raised_at: RaisedAt,
+        failed_at: Sequence[float],
         results_file: str,
         stop_within: float,
         first_rank: int,
     ) -> None:
         self._processes = context.processes
         self._report_files = context.error_files
-        self._raised_at = raised_at
+        self._failed_at = failed_at
         self._results_file = results_file
         self._stop_within = stop_within
         self._first_rank = first_rank
@@ -182,7 +142,8 @@ class RankProcesses:
     def _stop_status(self, indices: Sequence[int]) -> int | None:
         """Return the common status of exited processes if a signal stopped all of them."""
         statuses = {self._processes[index].exitcode for index in indices}
-        if any(map(self._raised_at.has_raised, indices)) or not statuses <= STOP_STATUSES:
+        has_raised = any(self._reported_traceback(index) is not None for index in indices)
+        if has_raised or not statuses <= STOP_STATUSES:
             return None
         return statuses.pop() if len(statuses) == 1 else None
 
@@ -198,12 +159,11 @@ class RankProcesses:
 
         Among those that raised, it is the one that raised first.
         """
-        own = self._raised_at.own[index]
-        following = self._raised_at.following[index]
-        if own:
-            return Blame.RAISED, own
-        if following:
-            return Blame.FOLLOWED, following
+        failed_at = self._failed_at[index]
+        if failed_at:
+            return Blame.RAISED, failed_at
+        if self._reported_traceback(index) is not None:
+            return Blame.FOLLOWED, 0.0
         is_killed = self._processes[index].exitcode < 0
         return (Blame.KILLED if is_killed else Blame.EXITED), 0.0
 
@@ -222,7 +182,7 @@ class RankProcesses:
         return ProcessExitedException(message, index, pid, status)
 
     def _reported_traceback(self, index: int) -> str | None:
-        """Return the traceback that torch wrote into a file in a process that raised.
+        """Return the traceback that torch wrote into a file in a process that raised, if any.
 
         The file is in the directory for temporary files, where another user could write
         it and have this process unpickle any code. So it must belong to this user. It

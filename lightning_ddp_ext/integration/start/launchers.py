@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch.multiprocessing
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
+from lightning_ddp_ext.ranks import chain_of
 from lightning_ddp_ext.rendezvous.process_context import leave
 from lightning_ddp_ext.supervision.child_scripts import (
     EXIT_WITHIN,
@@ -28,7 +30,7 @@ from lightning_ddp_ext.supervision.child_scripts import (
 from lightning_ddp_ext.supervision.exception_report import print_line
 from lightning_ddp_ext.supervision.failure import supervised
 from lightning_ddp_ext.supervision.parent_watch import watch_launcher
-from lightning_ddp_ext.supervision.rank_processes import RaisedAt, RankProcesses
+from lightning_ddp_ext.supervision.rank_processes import RankProcesses
 from lightning_ddp_ext.supervision.rank_variables import (
     LAUNCHER_PID,
     RANK_VARIABLES,
@@ -204,7 +206,9 @@ class ProcessesLauncher(MultiProcessingLauncher):
                 kwargs=kwargs,
                 trainer=trainer,
                 results=results,
-                raised_at=RaisedAt(self._start_method, self._strategy.num_processes),
+                failed_at=multiprocessing.get_context(self._start_method).RawArray(
+                    "d", self._strategy.num_processes
+                ),
                 state=self._state_for_ranks(),
             )
             self._run_ranks(task)
@@ -258,7 +262,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         self.procs = processes.processes
         RankProcesses(
             processes,
-            task.raised_at,
+            task.failed_at,
             task.results.path,
             self._parts.deadline.total_seconds(),
             first_rank=self._environment.node_rank() * self._strategy.num_processes,
@@ -285,8 +289,10 @@ class ProcessesLauncher(MultiProcessingLauncher):
                 local_rank, task.trainer, function, args, kwargs, results, task.state
             )
         except Exception as error:
-            task.raised_at.record(local_rank, error)
-            if isinstance(error, RankFailedError):
+            is_own = not any(isinstance(link, RankFailedError) for link in chain_of(error))
+            if is_own:
+                task.failed_at[local_rank] = time.monotonic()
+            elif isinstance(error, RankFailedError):
                 # The launching process prints the traceback of the rank that failed first.
                 print_line(error)
             raise
@@ -329,7 +335,7 @@ class _Task:
         function: the function to run, with ``args`` and ``kwargs``.
         trainer: the Trainer whose function this is, if any.
         results: the file for rank 0's results.
-        raised_at: where each rank records when it raised.
+        failed_at: where each rank records when it failed, unless another one caused it.
         state: seeds and torch's flags; ``None`` if the ranks keep their own.
         launcher_pid: the launching process.
         environ: its environment variables.
@@ -340,7 +346,7 @@ class _Task:
     kwargs: dict[str, Any]
     trainer: Any
     results: _Results
-    raised_at: RaisedAt
+    failed_at: Any
     state: GlobalStateSnapshot | None
     launcher_pid: int = field(default_factory=os.getpid)
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
