@@ -22,9 +22,10 @@ from dataclasses import dataclass, field, replace
 
 from lightning_ddp_ext.rank_lists import listed, ranks_in_words
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
+from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.supervision.deadlock import mismatch_in
 from lightning_ddp_ext.supervision.flight_recorder import GroupProgress
-from lightning_ddp_ext.supervision.report import Report, Silence
+from lightning_ddp_ext.supervision.report import Report
 
 _REMEDY = (
     "make sure that every rank makes the same calls; if one takes longer, pass a longer timeout to"
@@ -34,10 +35,15 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Findings:
-    """The findings of a survey on all ranks."""
+    """The findings of a survey on all ranks.
+
+    Attributes:
+        reports: the replies.
+        silent: the ranks that did not reply.
+    """
 
     reports: list[Report] = field(default_factory=list)
-    silences: list[Silence] = field(default_factory=list)
+    silent: list[RankInfo] = field(default_factory=list)
 
     @property
     def elsewhere(self) -> list[Report]:
@@ -49,9 +55,9 @@ class Findings:
 
         ``wait`` is the part of the message about the rank that has waited.
         """
-        if not self.silences:
+        if not self.silent:
             return None
-        return event_of("hung", self.silences[0].who, f"{self._silent}; {wait}")
+        return event_of("hung", self.silent[0], f"{self._silence}; {wait}")
 
     def rank_outside_collective(self, wait: str) -> PeerEvent | None:
         """Return the event of a rank that others wait for in a collective, if any.
@@ -85,8 +91,8 @@ class Findings:
         # Ranks start to wait at different times, so a rank that last moved in the first half
         # of the longest wait may also be waiting.
         half_wait = max(report.idle for report in stalled) / 2
-        if self.silences and all(report.idle > half_wait for report in moving):
-            return event_of("hung", self.silences[0].who, self._silent)
+        if self.silent and all(report.idle > half_wait for report in moving):
+            return event_of("hung", self.silent[0], self._silence)
         if moving and all(report.waits for report in stalled):
             return None
         absent = _absent_from_collective(self.reports)
@@ -98,13 +104,14 @@ class Findings:
         return _slowest(stalled)
 
     @property
-    def _silent(self) -> str:
-        return listed(self.silences, separator="; ")
+    def _silence(self) -> str:
+        return listed((f"{who} has not answered" for who in self.silent), separator="; ")
 
     def __str__(self) -> str:
         """Return all findings as text, rank by rank."""
         reports = sorted(self.reports, key=lambda report: report.who.rank)
-        return "\n\n".join([*map(str, self.silences), *map(_section, reports)])
+        silence = [self._silence] if self.silent else []
+        return "\n\n".join([*silence, *map(_section, reports)])
 
 
 def _absent_from_collective(reports: Sequence[Report]) -> PeerEvent | None:
@@ -152,10 +159,10 @@ def _absent(
 def _slowest(stalled: Sequence[Report]) -> PeerEvent:
     """Return the event of the rank with the longest wait.
 
-    Ranks that have left the watched code do not count, nor do ranks that wait for
+    Ranks that have left the Trainer's run do not count, nor do ranks that wait for
     others, unless there is no other rank.
     """
-    inside = [report for report in stalled if not report.is_outside] or list(stalled)
+    inside = [report for report in stalled if report.is_in_run] or list(stalled)
     culprits = [report for report in inside if not report.waits] or inside
     first = max(culprits, key=lambda report: (round(report.idle), -report.who.rank))
     return event_of(

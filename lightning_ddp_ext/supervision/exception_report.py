@@ -11,8 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
-import torch.distributed as dist
-
 from lightning_ddp_ext.errors import RankFailedError, RendezvousError
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.peers import Peers
@@ -24,26 +22,22 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 _hook_behind: Hook | None = None  # the hook that ours replaced and calls, once installed
 
 
-def install_excepthook() -> None:
-    """Put our ``sys.excepthook`` in front of the current one.
+def install_excepthook(earlier: Hook) -> None:
+    """Put our ``sys.excepthook`` in front of the others, or keep it there.
 
-    Must be called after each group is formed: torch then installs a hook that delays
-    output, and ours moves in front of it. A hook that the user has put in front of ours
-    since the first call stays there.
+    Called after the ranks have connected: for each group, torch puts a hook that delays
+    output in front.
+
+    Args:
+        earlier: the hook before that. From the second call on, it is ours, or one that
+            the user has put in front of ours, and is reinstated.
     """
     global _hook_behind
-    hook = sys.excepthook
     if _hook_behind is None:
-        _hook_behind = hook
+        _hook_behind = sys.excepthook
         sys.excepthook = _excepthook
-    elif getattr(hook, "__module__", "") == dist.distributed_c10d.__name__ and _calls_ours(hook):
-        sys.excepthook = _excepthook
-
-
-def _calls_ours(hook: Hook) -> bool:
-    """Whether ours is a closure variable of torch's hook; all of them have values."""
-    cells = getattr(hook, "__closure__", None) or ()
-    return any(cell.cell_contents is _excepthook for cell in cells)
+    else:
+        sys.excepthook = earlier
 
 
 def _excepthook(

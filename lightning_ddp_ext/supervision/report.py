@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.request import RankInfo
@@ -36,7 +38,7 @@ class Report:
     =====================  =========  ==============================================
     no                     any        works, or has not waited for long
     yes                    yes        waits for other ranks
-    yes                    no         is stuck in its own code, or ``is_outside``
+    yes                    no         is stuck in its own code, or has left the run
     =====================  =========  ==============================================
     """
 
@@ -47,7 +49,7 @@ class Report:
     idle: float = 0.0
     """Seconds since its last progress."""
     makes_no_progress: bool = False
-    """Whether ``idle`` exceeds the timeout, or the rank has left the watched code."""
+    """Whether ``idle`` exceeds the watchdog's timeout, or the watchdog has stopped."""
     progress: str = ""
     """Its progress: epoch, step, batch."""
 
@@ -57,19 +59,15 @@ class Report:
     """The activity of its main thread, such as ``train_dataloader_next``."""
     place: str = ""
     """File and line in the user's code."""
-    is_outside: bool = False
-    """Whether it has left the watched code, so it may no longer need the other ranks.
-    """
     may_be_waiting: bool = False
     """Whether its main thread is in a call that waits for other ranks, although it may
     be running Python code there, such as a hook of a backward pass.
     """
-    is_blocked: bool = False
-    """Whether its main thread cannot continue before other ranks make the calls that it
-    waits in.
-    """
+    is_in_collective: bool = False
+    """Whether its main thread is in C++, in code of a collective or a backward pass."""
     cpu_seconds: float = 0.0
-    """The processor time of its main thread."""
+    """The processor time of its main thread; 0 with CUDA, which may poll while it waits.
+    """
     stacks: str = ""
     """The stacks of its threads."""
 
@@ -97,6 +95,11 @@ class Report:
         return f"{self.doing}, {self.place}" if self.place else self.doing
 
     @property
+    def is_blocked(self) -> bool:
+        """Whether its main thread cannot continue before other ranks make its calls."""
+        return self.is_in_collective or self.awaited is not None
+
+    @property
     def waits(self) -> bool:
         """Whether another rank may be the reason why it is making no progress."""
         return self.may_be_waiting or bool(self.unfinished)
@@ -119,29 +122,18 @@ class Report:
         return cls(**{**values, "who": who, "groups": groups, "awaited": awaited})
 
 
-@dataclass(frozen=True)
-class Silence:
-    """A rank that did not reply."""
-
-    who: RankInfo
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.who} has not answered for {self.seconds:.0f} s"
-
-
 class Reporter:
     """Describes this rank from the channel's thread.
 
     Attributes:
-        describe: returns this rank's activity and progress, as a report.
+        describe: returns a report with this rank's activity and progress.
         has_broken_collective: whether another rank probably broke a collective of this
             one, which therefore counts as waiting.
     """
 
     def __init__(self, context: ProcessContext) -> None:
         self.describe: Callable[[], Report] = lambda: report_of(
-            context.peers.mine, doing="user code", is_outside=True
+            context.peers.mine, doing="user code"
         )
         self.has_broken_collective = False
         self._who = context.peers.mine
@@ -157,46 +149,49 @@ class Reporter:
 
     def report_calls(self) -> Report:
         """Return a report with the calls in which this rank waits, without its stacks."""
-        return self._with_calls(report_of(self._who))
+        return self._with_barriers(report_of(self._who))
 
     def report_all(self) -> Report:
         """Return a report with these calls, this rank's activity and its progress."""
-        return self._with_calls(self.describe())
+        return self._with_barriers(self.describe())
 
     def open_calls(self) -> list[str]:
-        """Return the calls in which this rank waits, or in which its device does."""
+        """Return a key of each call in which this rank waits, or in which its device does.
+
+        A key changes when the rank goes on to the next call.
+        """
         call = self._barriers.awaited
         barriers = [] if call is None else [f"call {call.number}"]
         return groups_in_collectives() + barriers
 
-    def _is_blocked(self) -> bool:
-        frame = main_frame()
-        is_in_barrier = self._barriers.awaited is not None
-        return is_in_barrier or is_in_collective(frame) or is_in_backward(frame)
-
-    def _with_calls(self, report: Report) -> Report:
+    def _with_barriers(self, report: Report) -> Report:
+        """Add what only the connections of this rank show."""
         return replace(
             report,
             may_be_waiting=report.may_be_waiting or self.has_broken_collective,
-            is_blocked=self._is_blocked(),
-            # CUDA may poll while it waits.
-            cpu_seconds=0.0 if self._groups.uses_nccl else _cpu_seconds(),
             has_timed_out=has_timed_out(report.groups, self._groups.timeout),
             calls_made=self._barriers.made,
             awaited=self._barriers.awaited,
-            run=joint_runs(),
-            is_in_run=current_run() is not None,
         )
 
 
 def report_of(who: RankInfo, **activity: Any) -> Report:
-    """Return this rank's report; not for the main thread, whose stack it reads."""
+    """Return this rank's report; not for the main thread, whose stack it reads.
+
+    Args:
+        who: this rank.
+        activity: fields of the report that a watchdog knows.
+    """
     frame = main_frame()
     return Report(
         who,
         place=call_site_of(frame),
         may_be_waiting=may_be_waiting_for_ranks(frame),
+        is_in_collective=is_in_collective(frame) or is_in_backward(frame),
+        cpu_seconds=0.0 if torch.cuda.is_initialized() else _cpu_seconds(),
         groups=read_progress(),
+        run=joint_runs(),
+        is_in_run=current_run() is not None,
         **activity,
     )
 

@@ -42,7 +42,7 @@ from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
 from lightning_ddp_ext.supervision.deadlock import Deadlock, deadlock_in
 from lightning_ddp_ext.supervision.diagnosis import Findings
 from lightning_ddp_ext.supervision.flight_recorder import has_timed_out, read_progress
-from lightning_ddp_ext.supervision.report import Report, Reporter, Silence
+from lightning_ddp_ext.supervision.report import Report, Reporter
 from lightning_ddp_ext.threads import start_thread
 
 Kind = Literal["deadlock", "collective", "silence", "hang"]
@@ -131,8 +131,8 @@ class Survey:
         is_answered = kind in self._finished or self._peers.cause_or_departure is not None
         is_rank_zero_silent = not is_answered and self._peers.rank != 0
         if is_rank_zero_silent and kind != "deadlock":  # a deadlock needs a report of rank 0
-            silence = Silence(self._peers.table[0], self._seconds)
-            self._conclude(kind, wait, Findings([self.reporter.report_all()], [silence]))
+            silent = [self._peers.table[0]]
+            self._conclude(kind, wait, Findings([self.reporter.report_all()], silent))
         return self._peers.cause_or_departure
 
     @property
@@ -205,7 +205,7 @@ class Survey:
 
     def _report_findings(self, kind: Kind, wait: str) -> None:
         findings = self._findings(kind, self._peers.everyone)
-        if kind == "collective" and not findings.silences and findings.elsewhere:
+        if kind == "collective" and not findings.silent and findings.elsewhere:
             self._peers.wait(_SECOND_REQUEST_AFTER)
             findings = self._findings(kind, self._peers.everyone)
         if self._peers.cause_or_departure is None:
@@ -214,10 +214,9 @@ class Survey:
     def _findings(self, kind: Kind, ranks: Collection[int]) -> Findings:
         """Request a report from each of the ranks."""
         replies = self._collect(ranks, self._seconds, "report", kind)
-        silent = [self._peers.table[rank] for rank in ranks if rank not in replies]
         return Findings(
             [Report.from_dict(replies[rank]) for rank in sorted(replies)],
-            [Silence(who, self._seconds) for who in silent],
+            [self._peers.table[rank] for rank in ranks if rank not in replies],
         )
 
     def _collect(

@@ -129,13 +129,11 @@ class Watchdog:
     def _report(self) -> Report:
         doing, progress = self._describe(main_frame())
         idle = time.monotonic() - self.moved_at
-        has_left = self._has_stopped.is_set()
         return report_of(
             self._who,
             idle=idle,
-            makes_no_progress=has_left or idle >= self._timeout,
+            makes_no_progress=self._has_stopped.is_set() or idle >= self._timeout,
             doing=doing,
-            is_outside=has_left,
             progress=progress,
             stacks=all_stacks(),
         )

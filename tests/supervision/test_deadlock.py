@@ -22,14 +22,14 @@ def report(rank: int, *groups: GroupProgress, **values: Any) -> Report:
 def in_collective(rank: int, number: int, group: str = DEFAULT, **values: Any) -> Report:
     """Return the report of a rank that waits in a collective."""
     progress = GroupProgress(group, group, number, pending=number, members=[0, 1, 2])
-    return report(rank, progress, is_blocked=True, **values)
+    return report(rank, progress, is_in_collective=True, **values)
 
 
 def in_barrier(rank: int, call: int, *, after_collective: int) -> Report:
     """Return the report of a rank that waits in a named barrier."""
     awaited = Call(rank, call, 0, "saving", "saving", "train.py:7")
     progress = GroupProgress(DEFAULT, DEFAULT, after_collective)
-    return report(rank, progress, is_blocked=True, calls_made=call, awaited=awaited)
+    return report(rank, progress, calls_made=call, awaited=awaited)
 
 
 def computing(rank: int, *, after_collective: int) -> Report:

@@ -9,7 +9,7 @@ import pytest
 from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.supervision.diagnosis import Findings
 from lightning_ddp_ext.supervision.flight_recorder import Collective, GroupProgress
-from lightning_ddp_ext.supervision.report import Report, Silence
+from lightning_ddp_ext.supervision.report import Report
 
 IDLE = 61.0  # seconds
 PLACE = "train_dataloader_next, dataset.py:41"
@@ -83,7 +83,7 @@ def test_the_sentence(findings: Findings, sentence: str) -> None:
     "findings",
     [
         pytest.param(
-            Findings([stalled(0, WAITING), moving(2, progress(5))], [Silence(who(1), 5.0)]),
+            Findings([stalled(0, WAITING), moving(2, progress(5))], [who(1)]),
             id="a rank does not reply while another one makes progress",
         ),
         pytest.param(

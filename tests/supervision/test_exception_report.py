@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from lightning_ddp_ext.supervision.exception_report import install_excepthook
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
 from tests.harness.training import At
 from tests.supervision import model
@@ -85,20 +85,18 @@ def test_torchrun_has_the_cause_in_its_table(tmp_path: Path) -> None:
     assert re.search(r"Root Cause [^@]*rank +: 1 [^@]*BoomError: no such layer", table), table
 
 
-def install_beside_a_users_hook(rank: int, world_size: int) -> bool:
-    """Whether a user's hook stays first, even one whose closure variable is still unset."""
+def hook_after_reconnecting(rank: int, world_size: int, directory: Path) -> bool:
+    """Set a hook between two runs for which the ranks connect; whether it is still set."""
+    model.fit(rank, world_size, directory)
 
-    def hook(*_: object) -> None:
-        sys.stderr.write(text)
+    def hook(*_: object) -> None: ...
 
-    install_excepthook()
     sys.excepthook = hook
-    install_excepthook()
-    stays = sys.excepthook is hook
-    text = "failed"
-    return stays
+    dist.destroy_process_group()
+    model.fit(rank, world_size, directory)
+    return sys.excepthook is hook
 
 
-def test_a_users_hook_stays_in_front() -> None:
-    """Forming another group does not move ours there, whatever the hook is."""
-    assert run_ranks(install_beside_a_users_hook, 1) == [True]
+def test_a_users_hook_stays_in_front(tmp_path: Path) -> None:
+    """Neither torch's hook nor ours moves in front of it when a group is formed again."""
+    assert run_ranks(hook_after_reconnecting, 2, tmp_path) == [True, True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -135,9 +136,10 @@ class Rendezvous:
             watch_launcher(os.getppid())  # other launchers stop their ranks themselves
         is_first = current() is None
         request = self._request(strategy)
+        hook = sys.excepthook
         session = start_session(without_limits(request) if is_debugged else request)
         if session is not None:
-            install_excepthook()
+            install_excepthook(hook)
             if is_first:
                 size = request.world.world_size
                 where = request.init_method
