@@ -29,16 +29,12 @@ class Run:
 
 
 _under_way: list[Run] = []
-_joint_runs = 0
 
 
 @contextmanager
-def start_run(*, is_joint: bool = True) -> Iterator[Run]:
-    """Mark the block as a run, which counts as joint if all ranks make it."""
-    global _joint_runs
+def start_run() -> Iterator[Run]:
+    """Mark the block as a run."""
     run = Run(is_outermost=not _under_way)
-    if run.is_outermost and is_joint:
-        _joint_runs += 1
     _under_way.append(run)
     try:
         yield run
@@ -49,8 +45,3 @@ def start_run(*, is_joint: bool = True) -> Iterator[Run]:
 def current_run() -> Run | None:
     """Return the innermost run that is under way in the main thread, if any."""
     return _under_way[-1] if _under_way else None
-
-
-def joint_runs() -> int:
-    """Return how many outermost runs of all ranks this rank has started."""
-    return _joint_runs

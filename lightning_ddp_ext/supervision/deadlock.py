@@ -2,7 +2,7 @@
 
 In a deadlock, ranks made different calls, so none of them can continue. A rank that
 waits in a call needs all ranks that have not made this call. One of them never will if
-it has left the Trainer's run, or if it waits in another call for a rank that never will.
+it waits in another call for a rank that never will.
 """
 
 from __future__ import annotations
@@ -145,10 +145,15 @@ def _differ(one: Collective, other: Collective) -> bool:
 
 
 def _circle_in(reports: Sequence[Report]) -> Deadlock | None:
-    """Return the ranks that wait for each other, or for a rank that has left the run."""
-    stuck = [report for report in reports if report.is_blocked or not report.is_in_run]
+    """Return the blocked ranks that wait for each other, if any.
+
+    For example, rank 0 waits in an ``all_reduce`` that rank 1 has not entered, and rank
+    1 in a named barrier that rank 0 has not entered. If rank 1 were computing, rank 0
+    could continue later.
+    """
+    stuck = [report for report in reports if report.is_blocked]
     # A rank that turns out not to be stuck may let those continue that wait for it.
-    while (part := [each for each in stuck if _is_part_of_deadlock(each, stuck)]) != stuck:
+    while (part := [each for each in stuck if _waits_for_any(each, stuck)]) != stuck:
         stuck = part
     if not stuck:
         return None
@@ -156,31 +161,14 @@ def _circle_in(reports: Sequence[Report]) -> Deadlock | None:
     return Deadlock(stuck, {report.who.rank: _call_of(report) for report in stuck}, purposes)
 
 
-def _is_part_of_deadlock(report: Report, stuck: Collection[Report]) -> bool:
-    """Whether a rank waits for a stuck one, or has left the run and a stuck one waits.
-
-    For example, rank 0 waits in an ``all_reduce`` that rank 1 has not entered, and rank
-    1 in a named barrier that rank 0 has not entered. Each waits for the other, so both
-    are part of the deadlock. If rank 1 were computing, neither would be.
-    """
-    waits = any(_is_waiting_for(report, other) for other in stuck)
-    is_missed = not report.is_in_run and any(_is_waiting_for(other, report) for other in stuck)
-    return waits or is_missed
-
-
-def _is_waiting_for(report: Report, other: Report) -> bool:
-    """Whether a rank waits in a call that another one has not made and cannot make.
-
-    The other one cannot make it if it is blocked, or if it has left that run.
-    """
-    has_left_run = report.is_in_run and not other.is_in_run and other.run >= report.run
-    if not report.is_blocked or not (other.is_blocked or has_left_run):
-        return False
+def _waits_for_any(report: Report, others: Collection[Report]) -> bool:
+    """Whether a rank waits in a call that one of the others has not made."""
     if report.awaited is not None:
-        return other.calls_made < report.awaited.number
+        return any(other.calls_made < report.awaited.number for other in others)
     return any(
         progress.is_missing(other.who.rank, other.progress_in(progress.group))
         for progress in report.unfinished
+        for other in others
     )
 
 
@@ -188,5 +176,4 @@ def _call_of(report: Report) -> str:
     """Describe the call that a rank waits in."""
     if report.awaited is not None:
         return f"{report.awaited.what}, {report.awaited.where or report.place}"
-    pending = _pending_in([report])
-    return str(pending[0]) if pending else f"code after the Trainer's run, {report.place}"
+    return str(_pending_in([report])[0])

@@ -68,7 +68,7 @@ def supervised(
     Raises:
         RankFailedError: another rank failed, died or left.
     """
-    with start_run(is_joint=is_joint) as run:
+    with start_run() as run:
         try:
             return function(*args, **kwargs)
         except harmless:

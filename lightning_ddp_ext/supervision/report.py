@@ -13,7 +13,7 @@ import torch
 from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.request import RankInfo
-from lightning_ddp_ext.rendezvous.runs import current_run, joint_runs
+from lightning_ddp_ext.rendezvous.runs import current_run
 from lightning_ddp_ext.supervision.flight_recorder import (
     GroupProgress,
     groups_in_collectives,
@@ -63,6 +63,8 @@ class Report:
     """Whether its main thread is in a call that waits for other ranks, although it may
     be running Python code there, such as a hook of a backward pass.
     """
+    is_in_run: bool = True
+    """Whether it is in a Trainer's run."""
     is_in_collective: bool = False
     """Whether its main thread is in C++, in code of a collective or a backward pass."""
     cpu_seconds: float = 0.0
@@ -81,13 +83,6 @@ class Report:
     """The number of calls of named barriers that it has started."""
     awaited: Call | None = None
     """The call of a named barrier that it waits in."""
-
-    # The Trainer's run.
-
-    run: int = 0
-    """The ordinal of its Trainer's run, or of the last one."""
-    is_in_run: bool = True
-    """Whether that run is under way."""
 
     @property
     def where(self) -> str:
@@ -140,13 +135,6 @@ class Reporter:
         self._groups = context.groups
         self._barriers = context.barriers
 
-    def may_be_in_deadlock(self) -> bool:
-        """Whether this rank waits in a call or has left the run.
-
-        Finding out does not disturb the main thread or the device.
-        """
-        return bool(self.open_calls()) or current_run() is None
-
     def report_calls(self) -> Report:
         """Return a report with the calls in which this rank waits, without its stacks."""
         return self._with_barriers(report_of(self._who))
@@ -158,7 +146,8 @@ class Reporter:
     def open_calls(self) -> list[str]:
         """Return a key of each call in which this rank waits, or in which its device does.
 
-        A key changes when the rank goes on to the next call.
+        A key changes when the rank goes on to the next call. Finding out does not disturb
+        the main thread or the device.
         """
         call = self._barriers.awaited
         barriers = [] if call is None else [f"call {call.number}"]
@@ -190,7 +179,6 @@ def report_of(who: RankInfo, **activity: Any) -> Report:
         is_in_collective=is_in_collective(frame) or is_in_backward(frame),
         cpu_seconds=0.0 if torch.cuda.is_initialized() else _cpu_seconds(),
         groups=read_progress(),
-        run=joint_runs(),
         is_in_run=current_run() is not None,
         **activity,
     )

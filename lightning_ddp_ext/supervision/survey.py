@@ -83,7 +83,7 @@ class Survey:
             "survey",
             start=self._start,
             finish=self._finished.add,
-            may_be_in_deadlock=self.reporter.may_be_in_deadlock,
+            is_waiting=lambda: bool(self.reporter.open_calls()),
             report=self._report,
         )
 
@@ -186,10 +186,10 @@ class Survey:
 
     def _report_deadlock(self) -> None:
         seconds = min(_SECONDS_TO_CHOOSE, self._seconds)
-        replies = self._collect(self._peers.everyone, seconds, "may_be_in_deadlock")
+        replies = self._collect(self._peers.everyone, seconds, "is_waiting")
         # Ranks that work are not disturbed: CUDA may refuse what a report needs while it
         # captures a graph.
-        ranks = [rank for rank, may_be_in_deadlock in replies.items() if may_be_in_deadlock]
+        ranks = [rank for rank, is_waiting in replies.items() if is_waiting]
         if len(ranks) < 2:
             return
         deadlock = deadlock_in(self._findings("deadlock", ranks).reports)

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_ddp_ext import DDPExtStrategy
-from lightning_ddp_ext.errors import RankAbsentError
 from lightning_ddp_ext.rendezvous.peers import PeerEvent
 from lightning_ddp_ext.supervision.report import Report
 from lightning_ddp_ext.supervision.session import current_session
@@ -269,32 +268,6 @@ def test_values_logged_in_other_numbers_of_steps_are_named(tmp_path: Path) -> No
     for outcome in ranks.launch_ranks(fit, 2, tmp_path, setting):
         assert outcome.failure.type_name == "DivergenceError", outcome.story()
         assert "ranks logged different values with sync_dist=True" in outcome.failure.message
-
-
-def leave_early(rank: int, world_size: int, directory: Path) -> None:
-    """Rank 0 waits in a hook after the last barrier of ``fit``, which rank 1 leaves."""
-    hook = training.At("on_fit_end", lambda trainer: dist.all_reduce(torch.ones(1)), ranks=[0])
-    trainer = training.make_trainer(make_strategy(directory, 0.5), max_epochs=1, callbacks=[hook])
-    trainer.fit(Linear())
-    ranks.hold("after fit")
-
-
-def test_a_rank_that_has_left_fit_is_named(tmp_path: Path) -> None:
-    """The message has its line after `fit`, and the call in which the other rank waits
-    for it.
-    """
-    with ranks.RankProcesses(leave_early, 2, tmp_path) as processes:
-        processes.wait_for("after fit", 1)
-        (waiting,) = processes.wait(0)
-        processes.release(1)
-        processes.wait(1)
-    assert type(waiting.failure.exception) is RankAbsentError, waiting.story()
-    left = (
-        r"rank 1 \(host \S+, pid \d+\) is in code after the Trainer's run, \S+/rank_process\.py:\d+"
-    )
-    assert re.search(
-        rf"rank 0 .* is in all_reduce #\d+ \[\[1\]\], {PLACE}; {left}", waiting.failure.message
-    )
 
 
 # Waits that are not deadlocks: a rank is busy until the test releases it.

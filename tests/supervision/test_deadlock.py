@@ -16,7 +16,7 @@ DEFAULT = ""  # the label of the default group
 
 def report(rank: int, *groups: GroupProgress, **values: Any) -> Report:
     who = RankInfo(rank, f"host{rank}", 100 + rank, "network")
-    return Report(who, place="train.py:5", groups=list(groups), **{"run": 1, **values})
+    return Report(who, place="train.py:5", groups=list(groups), **values)
 
 
 def in_collective(rank: int, number: int, group: str = DEFAULT, **values: Any) -> Report:
@@ -34,11 +34,6 @@ def in_barrier(rank: int, call: int, *, after_collective: int) -> Report:
 
 def computing(rank: int, *, after_collective: int) -> Report:
     return report(rank, GroupProgress(DEFAULT, DEFAULT, after_collective))
-
-
-def after_run(rank: int, *, after_collective: int) -> Report:
-    """Return the report of a rank that has left the Trainer's run."""
-    return replace(computing(rank, after_collective=after_collective), is_in_run=False)
 
 
 @pytest.mark.parametrize(
@@ -68,21 +63,6 @@ def after_run(rank: int, *, after_collective: int) -> Report:
         ),
         pytest.param(
             [in_collective(0, 5), in_collective(1, 5)], set(), id="all are in the same call"
-        ),
-        pytest.param(
-            [in_collective(0, 5), after_run(1, after_collective=4)],
-            {0, 1},
-            id="one has left the run",
-        ),
-        pytest.param(
-            [in_collective(0, 5, run=2), after_run(1, after_collective=4)],
-            set(),
-            id="one has not started the run",
-        ),
-        pytest.param(
-            [after_run(0, after_collective=5), after_run(1, after_collective=4)],
-            set(),
-            id="both work after the run",
         ),
     ],
 )
