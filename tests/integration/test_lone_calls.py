@@ -201,21 +201,6 @@ def test_log_dir_read_on_one_rank_is_named(hook: str, tmp_path: Path) -> None:
         )
 
 
-def at_barriers(rank: int, world_size: int, directory: Path, names: list[str]) -> None:
-    trainer = training.fit("ours", directory, Net(), devices=world_size, max_epochs=1)
-    trainer.strategy.barrier("all")
-    trainer.strategy.barrier(names[rank])
-
-
-def test_ranks_in_different_barriers_raise_with_both_places(tmp_path: Path) -> None:
-    """No rank waits for the others: each names every rank's call."""
-    for outcome in ranks.launch_ranks(at_barriers, 3, tmp_path, ["data", "model", "data"]):
-        message = outcome.failure.message
-        assert outcome.failure.type_name == "RankAbsentError"
-        assert re.search(rf"rank 1 .*? began barrier 'model' {PLACE}", message)
-        assert re.search(rf"rank [02] .*? began barrier 'data' {PLACE}", message)
-
-
 def exit_after_a_barrier(rank: int, world_size: int, directory: Path) -> None:
     """Enter a barrier; rank 0 does so last, while its channel's thread is working."""
     trainer = training.fit("ours", directory, Net(), max_epochs=1)
