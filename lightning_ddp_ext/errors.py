@@ -64,8 +64,7 @@ class DDPExtError(Exception):
         # The user may have a subclass.
         ours = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)
         page = f"docs/reference/errors.md#{ours.__name__.lower()}"
-        # Since version 3.11, Python prints notes below the message.
-        self.__notes__ = [f"See {page} in the repository of lightning-ddp-ext."]
+        self.add_note(f"See {page} in the repository of lightning-ddp-ext.")
 
 
 class ConfigurationError(DDPExtError, ValueError):

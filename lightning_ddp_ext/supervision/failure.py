@@ -35,7 +35,6 @@ from lightning_ddp_ext.supervision.stacks import (
 T = TypeVar("T")
 Rescue = Callable[[BaseException], object]
 
-_ERRORS_OF_DEVICE: Any = getattr(torch, "AcceleratorError", ())  # not in torch 2.7
 _RAISING = ("RAISE_VARARGS", "RERAISE")
 
 
@@ -124,7 +123,7 @@ def explain(
             _print_replaced(exception, context)
         return _replacement(exception, event, context, rescue)
     # After an error of the device, torch's watchdog may end this process at any time.
-    may_wait = is_caught and not isinstance(exception, _ERRORS_OF_DEVICE)
+    may_wait = is_caught and not isinstance(exception, torch.AcceleratorError)
     if not (may_wait and session.exceptions.is_common()):
         context.announce_failure(exception, "".join(traceback.format_exception(exception)))
     return exception
@@ -139,7 +138,7 @@ def _event_behind(exception: BaseException, session: Session) -> PeerEvent | Non
     # Any exception may follow from arbitrary values.
     if not isinstance(exception, KeyboardInterrupt) and session.context.has_arbitrary_values:
         return peers.cause
-    if isinstance(exception, _ERRORS_OF_DEVICE):
+    if isinstance(exception, torch.AcceleratorError):
         return None
     if may_be_echo(exception):
         return session.survey.cause_of_broken_collective()

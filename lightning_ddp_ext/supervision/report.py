@@ -185,7 +185,7 @@ def report_of(who: RankInfo, **activity: Any) -> Report:
 
 
 def _cpu_seconds() -> float:
-    """Return the processor time of the main thread, or 0 where it is unknown."""
-    clock_of = getattr(time, "pthread_getcpuclockid", None)
-    ident = threading.main_thread().ident
-    return 0.0 if clock_of is None or ident is None else time.clock_gettime(clock_of(ident))
+    """Return the processor time of the main thread."""
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(main_thread))

@@ -86,16 +86,11 @@ class StopSignals:
         # Before our handler is removed, so that SIGTERM never ends this process early.
         if defers_sigterm and self._earlier_handlers.get(signal.SIGTERM) is signal.SIG_DFL:
             self._earlier_handlers[signal.SIGTERM] = DeferredSigterm()
-        self._reinstate(listener)
+        self._reinstate()
         listener.stop()
 
-    def _reinstate(self, listener: _Listener) -> None:
+    def _reinstate(self) -> None:
         _installed.discard(self)
-        self._reinstate_handlers()
-        listener.reinstate_earlier_descriptor()
-        self._listener = None
-
-    def _reinstate_handlers(self) -> None:
         while self._earlier_handlers:
             signum, earlier = self._earlier_handlers.popitem()
             # After a KeyboardInterrupt, Lightning ignores SIGINT; early in a run, it
@@ -103,6 +98,9 @@ class StopSignals:
             is_unchanged = signal.getsignal(signum) in (self._handle, signal.SIG_IGN)
             if is_unchanged and earlier is not None:
                 signal.signal(signum, earlier)
+        assert self._listener is not None
+        self._listener.reinstate_earlier_descriptor()
+        self._listener = None
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         earlier = self._earlier_handlers.get(signum)
@@ -195,8 +193,7 @@ def _drop_in_child() -> None:
     Signals to it are not meant for its parent.
     """
     for signals in list(_installed):
-        if signals._listener is not None:
-            signals._reinstate(signals._listener)
+        signals._reinstate()
     if isinstance(signal.getsignal(signal.SIGTERM), DeferredSigterm):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -82,8 +82,7 @@ class Watchdog:
         self._has_stopped.set()
         self.moved_at = time.monotonic()
         self._describe = lambda frame: ("code after the Trainer's run", "")
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=1.0)
+        self._thread.join(timeout=1.0)
 
     def _watch(self) -> None:
         while not self._has_stopped.wait(self._seconds_left()):
