@@ -19,9 +19,7 @@ _LONGEST_REASON = 2000
 # Bytes in one broadcast: close to the fastest size, and small enough to limit the
 # device memory that is needed.
 _PIECE = 64 << 20
-# The first collective carries a pickle's length and beginning, in this many bytes each.
-_LENGTH = 8
-_FIRST_PART = 1 << 10
+_LENGTH = 8  # bytes that hold the length of a pickled value
 
 
 @dataclass(frozen=True)
@@ -91,28 +89,22 @@ class Ranks:
         return [own]
 
     def _exchange(self, value: Any, collective: Callable[[Tensor], list[Tensor]]) -> list[Any]:
-        """Run a collective on the pickled values, and a second one if any is long.
-
-        The first one sends the length and the beginning of each pickle, and the second
-        one the rest.
-        """
+        """Run a collective on the lengths of the pickled values, and one on the values."""
         pickled = pickle.dumps(value)
-        head = len(pickled).to_bytes(_LENGTH, "little") + pickled[:_FIRST_PART]
-        heads = self._exchange_bytes(head, _LENGTH + _FIRST_PART, collective)
-        longest = max(int.from_bytes(head[:_LENGTH], "little") for head in heads)
-        tails = [b""] * len(heads)
-        if longest > _FIRST_PART:
-            tails = self._exchange_bytes(pickled[_FIRST_PART:], longest - _FIRST_PART, collective)
-        return [
-            pickle.loads(head[_LENGTH:] + tail) for head, tail in zip(heads, tails, strict=True)
-        ]
+        length = len(pickled).to_bytes(_LENGTH, "little")
+        lengths = self._exchange_bytes(length, _LENGTH, collective)
+        longest = max(int.from_bytes(each, "little") for each in lengths)
+        return [pickle.loads(each) for each in self._exchange_bytes(pickled, longest, collective)]
 
     def _exchange_bytes(
         self, data: bytes, size: int, collective: Callable[[Tensor], list[Tensor]]
     ) -> list[bytes]:
-        """Run a collective on bytes, filled up to ``size``."""
+        """Run a collective on bytes, filled up to ``size`` with zeros, which pickle ignores.
+
+        Bytes that are only received may be longer, and are cut off.
+        """
         self.check()
-        filled = bytearray(data.ljust(size, b"\0"))
+        filled = bytearray(data[:size].ljust(size, b"\0"))
         own = torch.frombuffer(filled, dtype=torch.uint8).to(self._wire)
         rows = [row.cpu().numpy().tobytes() for row in collective(own)]
         self.check()
