@@ -25,7 +25,6 @@ from lightning_ddp_ext.supervision.stacks import (
     is_in_backward,
     is_in_collective,
     main_frame,
-    may_be_waiting_for_ranks,
 )
 
 
@@ -59,10 +58,6 @@ class Report:
     """The activity of its main thread, such as ``train_dataloader_next``."""
     place: str = ""
     """File and line in the user's code."""
-    may_be_waiting: bool = False
-    """Whether its main thread is in a call that waits for other ranks, although it may
-    be running Python code there, such as a hook of a backward pass.
-    """
     is_in_run: bool = True
     """Whether it is in a Trainer's run."""
     is_in_collective: bool = False
@@ -77,6 +72,8 @@ class Report:
 
     groups: list[GroupProgress] = field(default_factory=list)
     """Its collectives in each group, as far as torch records them."""
+    has_broken_collective: bool = False
+    """Whether another rank probably broke its collective, which it handles now."""
     has_timed_out: bool = False
     """Whether it has waited in a collective for the timeout."""
     calls_made: int = 0
@@ -97,7 +94,7 @@ class Report:
     @property
     def waits(self) -> bool:
         """Whether another rank may be the reason why it is making no progress."""
-        return self.may_be_waiting or bool(self.unfinished)
+        return self.is_blocked or self.has_broken_collective or bool(self.unfinished)
 
     @property
     def unfinished(self) -> list[GroupProgress]:
@@ -157,7 +154,7 @@ class Reporter:
         """Add what only the connections of this rank show."""
         return replace(
             report,
-            may_be_waiting=report.may_be_waiting or self.has_broken_collective,
+            has_broken_collective=self.has_broken_collective,
             has_timed_out=has_timed_out(report.groups, self._groups.timeout),
             calls_made=self._barriers.made,
             awaited=self._barriers.awaited,
@@ -175,7 +172,6 @@ def report_of(who: RankInfo, **activity: Any) -> Report:
     return Report(
         who,
         place=call_site_of(frame),
-        may_be_waiting=may_be_waiting_for_ranks(frame),
         is_in_collective=is_in_collective(frame) or is_in_backward(frame),
         cpu_seconds=0.0 if torch.cuda.is_initialized() else _cpu_seconds(),
         groups=read_progress(),

@@ -41,13 +41,6 @@ _WAITS_IF_INNERMOST = (
 )
 # A backward pass waits for the gradients of other ranks in C++.
 _BACKWARD = "torch.autograd.graph."
-# A call may be waiting if any of its frames is in one of these modules. It may also be
-# running Python code, such as a hook of a backward pass.
-_MAY_WAIT_IF_ON_STACK = (
-    _BACKWARD,
-    "torch.distributed.distributed_c10d.",
-    "lightning_ddp_ext.rendezvous.named_barrier.",
-)
 
 
 # The user's code.
@@ -129,18 +122,6 @@ def is_in_collective(frame: FrameType | None) -> bool:
 def is_in_backward(frame: FrameType | None) -> bool:
     """Whether the innermost frame of a call is in a backward pass."""
     return _module_of(frame).startswith(_BACKWARD)
-
-
-def may_be_waiting_for_ranks(frame: FrameType | None) -> bool:
-    """Whether a frame is in a call that may be waiting for other ranks.
-
-    Only its Python stack is examined.
-    """
-    if is_in_collective(frame):
-        return True
-    while frame is not None and not _module_of(frame).startswith(_MAY_WAIT_IF_ON_STACK):
-        frame = frame.f_back
-    return frame is not None
 
 
 def _module_of(frame: FrameType | None) -> str:
