@@ -208,14 +208,10 @@ class SlowRows(Rows):
 
 
 class OnStream(Quick):
-    """Trains on a stream."""
-
-    def __init__(self, rows: Rows) -> None:
-        super().__init__()
-        self.rows = rows
+    """Trains on a slow stream."""
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.rows, batch_size=2)
+        return DataLoader(SlowRows(SAMPLES), batch_size=2)
 
 
 def resume_slowly(rank: int, world_size: int, directory: Path) -> int:
@@ -223,15 +219,10 @@ def resume_slowly(rank: int, world_size: int, directory: Path) -> int:
     the number of steps.
     """
     path = directory / "9.ckpt"
-    first = training.fit("ours", directory, OnStream(Rows(SAMPLES)), max_steps=9)
+    first = training.fit("ours", directory, OnStream(), max_steps=9)
     first.save_checkpoint(path)
     resumed = training.fit(
-        "ours",
-        directory,
-        OnStream(SlowRows(SAMPLES)),
-        watchdog(directory),
-        ckpt_path=path,
-        max_steps=10,
+        "ours", directory, OnStream(), watchdog(directory), ckpt_path=path, max_steps=10
     )
     return resumed.global_step
 
