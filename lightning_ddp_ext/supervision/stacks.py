@@ -25,7 +25,6 @@ _LIBRARIES = {
     "torch",
     "torchmetrics",
 }
-_NOT_USERS = sys.stdlib_module_names | _LIBRARIES
 # A report must fit into one message, and into the socket buffer of a rank that has
 # stopped reading.
 _LONGEST = 1 << 15
@@ -66,24 +65,25 @@ def call_site_of(frame: FrameType | None) -> str:
 
     Empty if not found.
     """
-    while frame is not None and not is_users(frame):
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    if frame is None:
+        return ""
+    stack = traceback.walk_stack(frame)
+    return call_site_in((caller.f_code.co_filename, line) for caller, line in stack)
+
+
+def call_site_in(stack: Iterable[tuple[str, int]]) -> str:
+    """Return the user's first line in a stack of files and lines; empty if not found."""
+    return next((f"{file}:{line}" for file, line in stack if not _is_library(file)), "")
 
 
 def is_users(frame: FrameType) -> bool:
     """Whether a frame belongs to the user's code."""
-    return str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_USERS
-
-
-def call_site_in(lines: Iterable[tuple[str, int]]) -> str:
-    """Return a recorded stack's first line in the user's code; empty if not found."""
-    users = (f"{file}:{line}" for file, line in lines if not _is_library(file))
-    return next(users, "")
+    return not _is_library(frame.f_code.co_filename)
 
 
 @cache  # the library of a file in a stack has been imported, so the answer does not change
 def _is_library(file: str) -> bool:
+    """Whether a file belongs to one of the libraries, or to Python's own."""
     libraries = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
     folders = [folder for library in libraries for folder in library.__path__]
     is_of_library = any(file.startswith(folder + os.sep) for folder in folders)
