@@ -143,7 +143,7 @@ class Reporter:
     def open_calls(self) -> list[str]:
         """Return a key of each call in which this rank waits, or in which its device does.
 
-        A key changes when the rank goes on to the next call. Finding out does not disturb
+        The key changes with the next call. Finding out does not disturb
         the main thread or the device.
         """
         call = self._barriers.awaited
