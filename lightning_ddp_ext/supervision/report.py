@@ -143,8 +143,8 @@ class Reporter:
     def open_calls(self) -> list[str]:
         """Return a key of each call in which this rank waits, or in which its device does.
 
-        The key changes with the next call. Finding out does not disturb
-        the main thread or the device.
+        The key changes with the next call. Finding out does not disturb the main thread or
+        the device.
         """
         call = self._barriers.awaited
         barriers = [] if call is None else [f"call {call.number}"]

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
-import psutil
 import pytest
 import torch
 import torch.distributed.run
@@ -60,8 +59,6 @@ ROOT = Path(__file__).resolve().parents[2]
 ENV: Environment = {"PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
 TIME_LIMIT = 400.0  # seconds, of all processes of a run
 SECONDS_TO_TRAIN = 240.0  # until all ranks report that they train
-# Until workers miss their rank, and torchrun has killed a rank that was stopped.
-SECONDS_TO_TIDY = 60.0
 SECONDS_TO_DUMP = 60.0
 
 FaultKind = Literal["kill", "raise", "cut", "stop", "term"]
@@ -278,8 +275,8 @@ def main(directory: str, world_size: str, start_method: str, during: str) -> Non
 
 
 class Run:
-    """A run in progress: its output, and its processes by id, as descriptors that
-    become readable when they exit.
+    """A run in progress: its output, and its ranks and launching process by id, as
+    descriptors that become readable when they exit.
     """
 
     def __init__(self, case: Case, directory: Path, processes: RankProcesses) -> None:
@@ -288,9 +285,8 @@ class Run:
         self.started = list(processes.pids.values())
         self.descriptors = {pid: os.pidfd_open(pid) for pid in self.started}
         self.ranks = self._wait_until_all_train()
-        for pid in self.started:
-            for child in psutil.Process(pid).children(recursive=True):
-                self.descriptors.setdefault(child.pid, os.pidfd_open(child.pid))
+        for pid in set(self.ranks.values()) - set(self.started):
+            self.descriptors[pid] = os.pidfd_open(pid)
 
     @property
     def output(self) -> str:
@@ -386,8 +382,8 @@ def start_by_hand(case: Case, directory: Path, hosts: Network | None) -> RankPro
 class Ended:
     """How a run ended after its strikes."""
 
-    late: list[str]  # the processes that did not exit in time
-    outcomes: list[Outcome]  # none if a process is late
+    late: list[str]  # the ranks that did not exit in time
+    outcomes: list[Outcome]  # none if a rank is late
     output: str
 
 
@@ -397,7 +393,9 @@ def strike_and_wait(case: Case, directory: Path, hosts: Network | None) -> Ended
         run = stack.enter_context(contextlib.closing(Run(case, directory, processes)))
         for fault in case.faults:
             run.strike(fault, hosts)
-        late = wait_for_ranks(run) or wait_for_others(run)
+        late = wait_for_ranks(run)
+        for pid in stopped_by_fault(run):
+            run.signal(pid, signal.SIGKILL)
         outcomes = [] if late else processes.wait()
         output = run.output + "".join(outcome.output for outcome in outcomes)
         return Ended(late, outcomes, output)
@@ -409,20 +407,14 @@ def stopped_by_fault(run: Run) -> set[int]:
 
 
 def wait_for_ranks(run: Run) -> list[str]:
-    """Wait until the ranks exit; describe those that are late."""
+    """Wait until the ranks exit; describe those that are late.
+
+    Loader workers that are left fail every test.
+    """
     bound = run.case.bound
     late = run.wait(set(run.ranks.values()) - stopped_by_fault(run), bound)
     run.dump_stacks(late)
     return [f"rank process {pid} still runs {bound} s after the fault" for pid in late]
-
-
-def wait_for_others(run: Run) -> list[str]:
-    """Wait until workers and launchers exit; describe those that are late."""
-    for pid in stopped_by_fault(run):
-        run.signal(pid, signal.SIGKILL)
-    late = run.wait(run.descriptors, SECONDS_TO_TIDY)
-    run.dump_stacks(late)
-    return [f"process {pid} still runs {SECONDS_TO_TIDY} s after the ranks" for pid in late]
 
 
 # The checks of the outcome.
