@@ -110,8 +110,7 @@ class Findings:
     def __str__(self) -> str:
         """Return all findings as text, rank by rank."""
         reports = sorted(self.reports, key=lambda report: report.who.rank)
-        silence = [self._silence] if self.silent else []
-        return "\n\n".join([*silence, *map(_section, reports)])
+        return "\n\n".join(filter(None, [self._silence, *map(_section, reports)]))
 
 
 def _absent_from_collective(reports: Sequence[Report]) -> PeerEvent | None:

@@ -291,12 +291,6 @@ def signal_after_a_run(rank: int, world_size: int, directory: Path) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_run_that_was_not_torn_down_handles_no_signals(tmp_path: Path) -> None:
-    """SIGTERM then ends the process, as it does by default."""
-    for outcome in ranks.launch_ranks(signal_after_a_run, 2, tmp_path):
-        assert outcome.exit_code == -signal.SIGTERM, outcome.story()
-
-
 class SignalsAtTheEnd(RankZeroCheckpointIO):
     """Sends SIGTERM to this process when its Trainer's run is over."""
 
@@ -309,9 +303,18 @@ def train_to_the_end(rank: int, world_size: int, directory: Path) -> None:
     fit(directory, strategy={"checkpoint_io": SignalsAtTheEnd()})
 
 
-def test_a_signal_after_the_last_step_ends_the_process(tmp_path: Path) -> None:
-    """SIGTERM has its usual effect if it arrives too late to stop a run."""
-    for outcome in ranks.launch_ranks(train_to_the_end, 2, tmp_path):
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(signal_after_a_run, id="not torn down"),
+        pytest.param(train_to_the_end, id="after the last step"),
+    ],
+)
+def test_sigterm_ends_a_process_after_its_run(
+    run: Callable[[int, int, Path], None], tmp_path: Path
+) -> None:
+    """A signal has its usual effect if it arrives too late to stop a run."""
+    for outcome in ranks.launch_ranks(run, 2, tmp_path):
         assert outcome.exit_code == -signal.SIGTERM, outcome.story()
 
 
