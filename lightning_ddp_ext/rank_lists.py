@@ -61,7 +61,7 @@ def grouped(values_by_rank: Mapping[Any, Any]) -> list[tuple[Any, list[Any]]]:
     return sorted(ranks.items(), key=lambda entry: len(entry[1]))
 
 
-def activities_in_words(activities: Mapping[object, str], verb: str) -> str:
+def activities_in_words(activities: Mapping[Any, str], verb: str) -> str:
     """Return a list of activities in words, each after its ranks.
 
     >>> activities_in_words({"rank 0": "save", "rank 1": "load", "rank 2": "save"}, "began")

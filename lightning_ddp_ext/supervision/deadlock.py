@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from lightning_ddp_ext.rank_lists import activities_in_words, grouped
 from lightning_ddp_ext.rendezvous.named_barrier import SAME_CALLS, remedies_of
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
+from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.supervision.flight_recorder import Collective, GroupProgress
 from lightning_ddp_ext.supervision.report import Report
 
@@ -40,22 +41,17 @@ class Deadlock:
     Attributes:
         reports: the reports of these ranks.
         calls: the call of each of these ranks, with file and line.
-        purposes: the purposes of their collectives.
     """
 
     reports: list[Report]
-    calls: dict[int, str]
-    purposes: list[str]
+    calls: dict[RankInfo, str]
 
     @property
     def event(self) -> PeerEvent:
         """The event that all ranks raise; it accuses a rank that is in the rarest call."""
-        calls: dict[object, str] = {
-            report.who: self.calls[report.who.rank] for report in self.reports
-        }
-        _, ranks_in_rarest_call = grouped(calls)[0]
+        _, ranks_in_rarest_call = grouped(self.calls)[0]
         accused = ranks_in_rarest_call[0]
-        activities = activities_in_words(calls, "is in")
+        activities = activities_in_words(self.calls, "is in")
         remedies = self._remedies()
         return event_of(
             "absent",
@@ -65,7 +61,8 @@ class Deadlock:
 
     def _remedies(self) -> str:
         awaited = [report.awaited for report in self.reports if report.awaited is not None]
-        by_purpose = (remedy for purpose, remedy in _REMEDIES.items() if purpose in self.purposes)
+        purposes = {pending.collective.purpose for pending in _pending_in(self.reports)}
+        by_purpose = (remedy for purpose, remedy in _REMEDIES.items() if purpose in purposes)
         return "; ".join([*remedies_of(awaited), *by_purpose]) or SAME_CALLS
 
     def persists_in(self, later: Deadlock | None) -> bool:
@@ -112,8 +109,7 @@ def mismatch_in(reports: Sequence[Report]) -> Deadlock | None:
         if any(_differ(waiting.collective, other.collective) for other in entered):
             return Deadlock(
                 [each.report for each in entered],
-                {each.report.who.rank: str(each) for each in entered},
-                [each.collective.purpose for each in entered],
+                {each.report.who: str(each) for each in entered},
             )
     return None
 
@@ -157,8 +153,7 @@ def _circle_in(reports: Sequence[Report]) -> Deadlock | None:
         stuck = part
     if not stuck:
         return None
-    purposes = [pending.collective.purpose for pending in _pending_in(stuck)]
-    return Deadlock(stuck, {report.who.rank: _call_of(report) for report in stuck}, purposes)
+    return Deadlock(stuck, {report.who: _call_of(report) for report in stuck})
 
 
 def _waits_for_any(report: Report, others: Collection[Report]) -> bool:
