@@ -160,11 +160,7 @@ def _waits_for_any(report: Report, others: Collection[Report]) -> bool:
     """Whether a rank waits in a call that one of the others has not made."""
     if report.awaited is not None:
         return any(other.calls_made < report.awaited.number for other in others)
-    return any(
-        progress.is_missing(other.who.rank, other.progress_in(progress.group))
-        for progress in report.unfinished
-        for other in others
-    )
+    return any(other.is_missing_in(progress) for progress in report.unfinished for other in others)
 
 
 def _call_of(report: Report) -> str:

@@ -122,11 +122,7 @@ def _absent_from_collective(reports: Sequence[Report]) -> PeerEvent | None:
     """
     pending = [progress for report in reports for progress in report.unfinished]
     for progress in sorted(pending, key=lambda each: (each.label, each.group, each.pending)):
-        not_seen = [
-            report
-            for report in reports
-            if progress.is_missing(report.who.rank, report.progress_in(progress.group))
-        ]
+        not_seen = [report for report in reports if report.is_missing_in(progress)]
         if not_seen:
             absent = [report for report in not_seen if report.groups]
             return _absent(progress, absent, reports) if absent else None

@@ -91,16 +91,6 @@ class GroupProgress:
         recent = {number: Collective(**fields) for number, fields in values["recent"].items()}
         return cls(**{**values, "recent": recent})
 
-    def is_missing(self, rank: int, theirs: GroupProgress | None) -> bool:
-        """Whether another rank is a member and has not entered the pending collective.
-
-        ``theirs`` is the progress of that rank in the group, if known.
-        """
-        if theirs is not None:
-            return theirs.entered < self.pending
-        is_default_group = not self.label
-        return is_default_group or rank in self.members
-
     def collective(self, number: int) -> Collective:
         """Return a collective by its number."""
         return self.recent.get(str(number), Collective("a collective"))

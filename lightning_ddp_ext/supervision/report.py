@@ -105,6 +105,17 @@ class Report:
         """Return its progress in a group, if torch recorded it."""
         return next((progress for progress in self.groups if progress.group == group), None)
 
+    def is_missing_in(self, waiting: GroupProgress) -> bool:
+        """Whether it is a member of a group and has not entered a pending collective.
+
+        ``waiting`` is the progress of a rank that has entered the collective.
+        """
+        own = self.progress_in(waiting.group)
+        if own is not None:
+            return own.entered < waiting.pending
+        is_default_group = not waiting.label
+        return is_default_group or self.who.rank in waiting.members
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Report:
         """Restore a report from the result of ``dataclasses.asdict``."""
