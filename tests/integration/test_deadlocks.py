@@ -21,7 +21,6 @@ from torchmetrics import MeanMetric
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.rendezvous.peers import PeerEvent
-from lightning_ddp_ext.supervision.report import Report
 from lightning_ddp_ext.supervision.session import current_session
 from lightning_ddp_ext.supervision.survey import Kind
 from tests.harness import ranks, training
@@ -228,32 +227,6 @@ def test_ranks_in_different_calls_are_named(
     for outcome in outcomes:
         assert outcome.failure.type_name == "RankAbsentError", outcome.story()
         assert re.search(sentence, outcome.failure.message), outcome.story()
-
-
-def lose_next_report(trainer: L.Trainer) -> None:
-    """Let the next report of this rank lack its collectives, as if torch were too late."""
-    session = current_session()
-    assert session is not None
-    reporter = session.survey.reporter
-    report_calls = reporter.report_calls
-
-    def report_without_collectives() -> Report:
-        reporter.report_calls = report_calls
-        return replace(report_calls(), groups=[])
-
-    reporter.report_calls = report_without_collectives
-
-
-def read_log_dir_and_lose_a_report(rank: int) -> Run:
-    run = call_on_one_rank(rank, hook="on_before_backward", call=read_log_dir, earlier=1)
-    run.options["callbacks"].append(training.At("on_train_start", lose_next_report, ranks=[1]))
-    return run
-
-
-def test_ranks_are_named_though_a_report_was_incomplete(tmp_path: Path) -> None:
-    """The next survey finds what the first one could not see."""
-    for outcome in ranks.launch_ranks(fit, 2, tmp_path, read_log_dir_and_lose_a_report):
-        assert outcome.failure.type_name == "RankAbsentError", outcome.story()
 
 
 # Waits that are not deadlocks: a rank is busy until the test releases it.
