@@ -54,13 +54,11 @@ class Start:
 
     strategy: str
     by_torchrun: bool = False
-    imports_first: bool = False  # this package, before Lightning
 
 
 STARTS = {
     "stock `ddp`": Start("ddp"),
     "`ddp_ext`": Start("ddp_ext"),
-    "`ddp_ext`, imported before Lightning": Start("ddp_ext", imports_first=True),
     "stock `ddp_spawn`": Start("ddp_spawn"),
     "`ddp_ext_spawn`": Start("ddp_ext_spawn"),
     "stock `ddp_fork`": Start("ddp_fork"),
@@ -68,9 +66,6 @@ STARTS = {
     "`ddp_ext_forkserver`, safe with CUDA": Start("ddp_ext_forkserver"),
     "stock `ddp`, torchrun": Start("ddp", by_torchrun=True),
     "`ddp_ext`, torchrun": Start("ddp_ext", by_torchrun=True),
-    "`ddp_ext`, imported before Lightning, torchrun": Start(
-        "ddp_ext", by_torchrun=True, imports_first=True
-    ),
 }
 DEATHS = {
     "plain script": Start("ddp_ext"),
@@ -94,8 +89,6 @@ def started(
     command += [str(WORKER), start.strategy, str(world_size)]
     if endless:
         command.append("endless")
-    if start.imports_first:
-        command.append("first")
     with scratch_directory() as directory:
         environment = {**os.environ, "FIRST_STEP_DIRECTORY": str(directory)}
         with (directory / "output").open("w") as output:

@@ -1,8 +1,6 @@
 """The script that `launching.py` starts: a few training steps with any strategy.
 
-python benchmarks/worker.py STRATEGY WORLD_SIZE [endless] [first]
-
-With `first` it imports this package before Lightning.
+python benchmarks/worker.py STRATEGY WORLD_SIZE [endless]
 """
 
 from __future__ import annotations
@@ -11,9 +9,6 @@ import os
 import sys
 import time
 from pathlib import Path
-
-if "first" in sys.argv:
-    import lightning_ddp_ext
 
 from torch import Tensor
 from training import Net, make_trainer
