@@ -4,6 +4,9 @@ The connections normally stay open until exit. To turn a request into a process 
 :func:`join` calls ``Coordinator.connect`` on rank 0 and ``Handshake.connect`` on every
 other rank, which both return the ``Connections``, and then
 ``ProcessGroups.form_default``.
+
+A process has at most two contexts: one with all ranks, and, while a rank works alone
+between two Trainers of all ranks, a second one of this rank only, which is then in use.
 """
 
 from __future__ import annotations
@@ -115,19 +118,16 @@ class ProcessContext:
     def adapted(self, request: Request) -> Request:
         """Return another Trainer's request, adapted to the existing connections.
 
-        It gets their init method and endpoint, also if the ranks connect again. A
-        request of one rank replaces connections whose group the script has destroyed,
-        for example to test each sample once on one device.
+        It gets their init method and endpoint, also if the ranks connect again.
 
         Raises:
             GroupInUseError: the request has another rank, world size or init method.
             RankFailedError: a rank died, or a rank failed and this rank has not raised
                 the error yet.
         """
-        world = request.world
-        replaces_destroyed = world.world_size == 1 and not dist.is_initialized()
-        if len(self.table) == 1 or replaces_destroyed:
+        if len(self.table) == 1:
             return request
+        world = request.world
         connected = self.groups.request
         if (world.rank, world.world_size) != (self.world.rank, self.world.world_size):
             raise GroupInUseError(
@@ -210,14 +210,14 @@ class ProcessContext:
             _stuck.append(self.groups)
 
 
-_context: ProcessContext | None = None
+_contexts: list[ProcessContext] = []  # the last one is in use
 _stuck: list[ProcessGroups] = []  # closed, but their abort did not return
 _parents_contexts: list[ProcessContext] = []  # in a forked child
 
 
 def current() -> ProcessContext | None:
     """Return this process's context; ``None`` while it is not connected."""
-    return _context
+    return _contexts[-1] if _contexts else None
 
 
 def join(request: Request) -> ProcessContext | None:
@@ -244,22 +244,22 @@ def join(request: Request) -> ProcessContext | None:
         GroupInUseError: this process already has a group that does not match.
         RankFailedError: a rank died or failed, earlier or during this call.
     """
-    global _context
     use_device(request.device)
-    earlier = _context
+    earlier = _reusable(request.world.world_size)
     if earlier is not None:
         request = earlier.adapted(request)
         if earlier.can_serve(request):
             earlier.groups.serve(request)
             return earlier
         _warn_of_changed_variables(earlier.groups, request)
-        leave()
+        _contexts.pop().close()
     if dist.is_initialized():
         _adopt_foreign_group(request)
         return None
-    _context = _open(request)
+    context = _open(request)
+    _contexts.append(context)
     at_exit(leave)
-    return _context
+    return context
 
 
 def _open(request: Request) -> ProcessContext:
@@ -292,6 +292,21 @@ def _group_settings(request: Request) -> tuple[object, ...]:
     """
     device = request.device if request.world.world_size == 1 else None
     return request.backend, request.variables, request.has_one_device, device
+
+
+def _reusable(world_size: int) -> ProcessContext | None:
+    """Return the context that a Trainer for a number of ranks can use, if any.
+
+    A script may destroy the group after a fit, to test each sample once on one device:
+    the connections then stay open for the next fit, while a rank works alone.
+    """
+    if len(_contexts) > 1 and world_size > 1:
+        _contexts.pop().close()
+    context = current()
+    if context is None or len(context.table) == 1 or world_size > 1:
+        return context
+    has_destroyed_group = not dist.is_initialized()
+    return None if has_destroyed_group else context
 
 
 def connect(request: Request, deadline: Deadline) -> Connections:
@@ -335,11 +350,8 @@ def leave() -> None:
     A strategy's ``teardown`` must not call this function: hooks and a second ``fit``
     still need the group.
     """
-    global _context
-    if _context is not None:
-        context = _context
-        _context = None
-        context.close()
+    while _contexts:
+        _contexts.pop().close()
 
 
 def _exit_if_stuck() -> None:
@@ -353,12 +365,11 @@ def _exit_if_stuck() -> None:
 
 def _drop_in_child() -> None:
     """Drop the parent's context in a forked child, such as a loader worker."""
-    global _context
-    if _context is not None:
-        _context.peers.channel.close_inherited_sockets()
-        # Keep a reference: destroying a store joins threads, which only the parent has.
-        _parents_contexts.append(_context)
-        _context = None
+    for context in _contexts:
+        context.peers.channel.close_inherited_sockets()
+    # Keep references: destroying a store joins threads, which only the parent has.
+    _parents_contexts.extend(_contexts)
+    _contexts.clear()
 
 
 os.register_at_fork(after_in_child=_drop_in_child)
