@@ -44,6 +44,7 @@ def supervised(
     harmless: tuple[type[BaseException], ...] = (),
     handler: FrameType | None = None,
     rescue: Rescue = lambda exception: None,
+    is_joint: bool = True,
     **kwargs: Any,
 ) -> T:
     """Call ``function``, and report its exception or find the rank that caused it.
@@ -61,6 +62,7 @@ def supervised(
             time, the process exits.
         rescue: called with an exception that another rank caused, before this rank's
             groups are closed.
+        is_joint: false for a job of this rank alone.
 
     Raises:
         RankFailedError: another rank failed, died or left.

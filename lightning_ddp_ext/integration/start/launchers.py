@@ -113,6 +113,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 function,
                 *args,
                 harmless=_HARMLESS,
+                is_joint=self._is_joint,
                 handler=sys._getframe(1),  # the Trainer's calling frame, which runs later hooks
                 rescue=self._parts.rescue.save,
                 **kwargs,
