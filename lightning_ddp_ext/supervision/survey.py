@@ -32,14 +32,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from typing import Any, Literal
 
 from lightning_ddp_ext.rendezvous.peers import PeerEvent
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
-from lightning_ddp_ext.supervision.deadlock import deadlock_in
+from lightning_ddp_ext.supervision.deadlock import Deadlock, deadlock_in
 from lightning_ddp_ext.supervision.diagnosis import Findings
 from lightning_ddp_ext.supervision.flight_recorder import has_timed_out, read_progress
 from lightning_ddp_ext.supervision.report import Report, Reporter
@@ -49,6 +49,8 @@ Kind = Literal["deadlock", "collective", "silence", "hang"]
 
 # Seconds; a rank may just be returning from the collective. Once one does, all do.
 _SECOND_REQUEST_AFTER = 1.0
+# Seconds; a rank that does not reply is not in a deadlock, and must not delay others.
+_SECONDS_TO_CHOOSE = 1.0
 # A survey waits for replies at most twice, and may first wait for another survey.
 _WAITS_FOR_REPLIES = 4
 
@@ -81,6 +83,7 @@ class Survey:
             "survey",
             start=self._start,
             finish=self._finished.add,
+            is_waiting=lambda: bool(self.reporter.open_calls()),
             report=self._report,
         )
 
@@ -155,14 +158,9 @@ class Survey:
             self._peers.report(event)
 
     def _report(self, kind: Kind) -> dict[str, Any]:
-        """Reply to rank 0 with the report that this kind of survey needs.
-
-        It is empty if this rank cannot be in a deadlock. A rank that works is not
-        disturbed: CUDA may refuse what a report needs while it captures a graph.
-        """
+        """Reply to rank 0 with the report that this kind of survey needs."""
         if kind == "deadlock":
-            is_waiting = bool(self.reporter.open_calls())
-            return asdict(self.reporter.report_calls()) if is_waiting else {}
+            return asdict(self.reporter.report_calls())
         if kind == "hang":
             self.hang_reported_at = time.monotonic()
         return asdict(self.reporter.report_all())
@@ -187,31 +185,45 @@ class Survey:
                 self._remote.call(self._peers.everyone, "finish", kind)
 
     def _report_deadlock(self) -> None:
-        """Report a deadlock if a second request finds it unchanged."""
-        deadlock = deadlock_in(self._findings("deadlock").reports)
-        if deadlock is None:
+        seconds = min(_SECONDS_TO_CHOOSE, self._seconds)
+        replies = self._collect(self._peers.everyone, seconds, "is_waiting")
+        # Ranks that work are not disturbed: CUDA may refuse what a report needs while it
+        # captures a graph.
+        ranks = [rank for rank, is_waiting in replies.items() if is_waiting]
+        if len(ranks) < 2:
             return
+        deadlock = deadlock_in(self._findings("deadlock", ranks).reports)
+        if deadlock is not None:
+            self._confirm(deadlock, ranks)
+
+    def _confirm(self, deadlock: Deadlock, ranks: Collection[int]) -> None:
+        """Report a deadlock if a second request finds it unchanged."""
         self._peers.wait(min(_SECOND_REQUEST_AFTER, self._peers.timeouts.deadlock / 2))
-        later = deadlock_in(self._findings("deadlock").reports)
+        later = deadlock_in(self._findings("deadlock", ranks).reports)
         if self._peers.cause is None and deadlock.persists_in(later):
             self._peers.report(deadlock.event)
 
     def _report_findings(self, kind: Kind, wait: str) -> None:
-        findings = self._findings(kind)
+        findings = self._findings(kind, self._peers.everyone)
         if kind == "collective" and not findings.silent and findings.elsewhere:
             self._peers.wait(_SECOND_REQUEST_AFTER)
-            findings = self._findings(kind)
+            findings = self._findings(kind, self._peers.everyone)
         if self._peers.cause_or_departure is None:
             self._conclude(kind, wait, findings)
 
-    def _findings(self, kind: Kind) -> Findings:
-        """Request a report from each rank."""
-        ranks = self._peers.everyone
-        replies = self._remote.call(ranks, "report", kind)
-        self._peers.wait_for(lambda: len(replies) == len(ranks), self._seconds)
-        with self._peers.arrived:
-            reply_of = dict(replies)
+    def _findings(self, kind: Kind, ranks: Collection[int]) -> Findings:
+        """Request a report from each of the ranks."""
+        replies = self._collect(ranks, self._seconds, "report", kind)
         return Findings(
-            [Report.from_dict(reply_of[rank]) for rank in sorted(reply_of) if reply_of[rank]],
-            [self._peers.table[rank] for rank in ranks if rank not in reply_of],
+            [Report.from_dict(replies[rank]) for rank in sorted(replies)],
+            [self._peers.table[rank] for rank in ranks if rank not in replies],
         )
+
+    def _collect(
+        self, ranks: Collection[int], seconds: float, function: str, *arguments: Any
+    ) -> dict[int, Any]:
+        """Call a function of the ranks; return the replies within ``seconds``."""
+        replies = self._remote.call(ranks, function, *arguments)
+        self._peers.wait_for(lambda: len(replies) == len(ranks), seconds)
+        with self._peers.arrived:
+            return dict(replies)
