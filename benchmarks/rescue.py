@@ -84,8 +84,8 @@ class Switch(L.Callback):
         if index % EVERY > 1:
             self.seconds[self.is_on].append(now - self.began)
         elif index % EVERY == 0:
-            self.kept, recorder._own = recorder._own, self.kept
-            self.is_on = recorder._own is not None
+            self.kept, recorder.run = recorder.run, self.kept
+            self.is_on = recorder.run is not None
         self.began = now
 
 

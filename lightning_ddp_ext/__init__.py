@@ -16,7 +16,7 @@ if _sys.platform != "linux":
     raise ImportError(f"lightning-ddp-ext needs Linux (got {_sys.platform}); on Windows, use WSL 2")
 
 from lightning_ddp_ext import errors as _errors
-from lightning_ddp_ext import trees as _trees  # first: it imports torch and Lightning
+from lightning_ddp_ext import trees as _trees
 from lightning_ddp_ext.batchnorm.conversion import convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.data.samplers import (

@@ -96,7 +96,7 @@ class ForcedExit:
         Args:
             seconds: the time until the exit.
             status: the exit status of the process.
-            message: returns the line to print before the exit.
+            message: returns the line to print before the exit; empty to print none.
             is_needed: called when the time is up; if it returns False, the process
                 continues.
             seconds_after_saves: seconds from the completion of an unfinished save to

@@ -12,10 +12,11 @@ import pytest
 from lightning_ddp_ext.forced_exit import ForcedExit
 
 EXIT = """
-import threading
+import sys, threading
 from lightning_ddp_ext.forced_exit import ForcedExit
 
-ForcedExit("countdown").start(0.0, 7, lambda: "rank 1 died")
+status, message = int(sys.argv[1]), sys.argv[2]
+ForcedExit("countdown").start(0.0, status, lambda: message)
 threading.Event().wait()
 """
 EXIT_DURING_SAVE = """
@@ -29,10 +30,16 @@ with delaying_forced_exit(0.0):
 
 
 @pytest.mark.unit
-def test_a_forced_exit_prints_its_message() -> None:
-    """The process has the given exit status."""
-    script = subprocess.run([sys.executable, "-c", EXIT], stderr=subprocess.PIPE, text=True)
-    assert (script.returncode, script.stderr) == (7, "rank 1 died\n")
+@pytest.mark.parametrize(
+    ("message", "printed"), [("rank 1 died", "rank 1 died\n"), ("", "")], ids=["message", "none"]
+)
+def test_a_forced_exit_prints_its_message(message: str, printed: str) -> None:
+    """The process has the given exit status; without a message it prints no line."""
+    status = 7
+    script = subprocess.run(
+        [sys.executable, "-c", EXIT, str(status), message], stderr=subprocess.PIPE, text=True
+    )
+    assert (script.returncode, script.stderr) == (status, printed)
 
 
 @pytest.mark.unit

@@ -58,6 +58,9 @@ class StepValues:
         self._reduce = reduce
         self._queue: list[_Queued] = []
         # Whether every rank makes another exchange in this step, even without values.
+        self._needs_another = False
+        # Whether the ranks need not wait for each other first, since they all make it anyway:
+        # the training step before logged values. Otherwise a rank that does not come is named.
         self._is_expected = False
         self._has_logged = False  # in the running step
         # In the last training step. Evaluation does not change this, since some ranks may
@@ -72,6 +75,7 @@ class StepValues:
         Collective if it logged any, and in a training step if the one before did.
         """
         self._is_expected = is_training and self._has_logged_in_training
+        self._needs_another = self._is_expected
         self._has_logged = False
         self.is_running = True
         try:
@@ -96,7 +100,7 @@ class StepValues:
             self._exchange(is_last=False)
 
     def _end(self) -> None:
-        while self._is_expected or self._queue:
+        while self._needs_another or self._queue:
             self._exchange(is_last=len(self._queue) <= PER_MESSAGE)
 
     def _exchange(self, *, is_last: bool) -> None:
@@ -108,7 +112,8 @@ class StepValues:
         for queued, result in zip(sent, exchange.results, strict=False):
             _settle(queued, result)
         del self._queue[: len(exchange.results)]
-        self._is_expected = exchange.needs_another
+        self._needs_another = exchange.needs_another
+        self._is_expected = self._is_expected and self._needs_another
 
     def _abandon(self) -> None:
         """Leave values without a result as NaN.

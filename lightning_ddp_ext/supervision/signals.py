@@ -8,18 +8,18 @@ descriptor, which that thread reads.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from lightning_ddp_ext.forced_exit import ForcedExit
 
 # Seconds within which a process that exits because of another rank prints the cause.
 _SECONDS_TO_PRINT = 6.0
@@ -168,23 +168,31 @@ class _Listener:
 
 
 class DeferredSigterm:
-    """A handler that leaves this process some seconds, counted from its creation.
+    """A handler that ends this process some seconds after it was made.
 
-    After a signal, the process then prints its stacks and exits with status 1.
+    The exit status is that of SIGTERM. The handler's thread starts in advance, since a
+    handler that starts a thread may deadlock.
     """
 
     def __init__(self) -> None:
-        self._ends_at = time.monotonic() + _SECONDS_TO_PRINT
+        self._has_arrived = False
+        self._time_is_up = False
+        ForcedExit("ddpx-sigterm").start(
+            _SECONDS_TO_PRINT, status_of(signal.SIGTERM), lambda: "", is_needed=self._expire
+        )
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """End the process when the time is up."""
-        seconds = self._ends_at - time.monotonic()
-        if seconds > 0:
-            # This starts a thread in C. To start one of Python's might deadlock in a handler.
-            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
-        else:
+        """Record the signal, or end the process if the time is up."""
+        # Set before the check; the thread uses the opposite order.
+        self._has_arrived = True
+        if self._time_is_up:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
+
+    def _expire(self) -> bool:
+        """Return whether a signal has arrived, so that the process must exit."""
+        self._time_is_up = True
+        return self._has_arrived
 
 
 def _drop_in_child() -> None:

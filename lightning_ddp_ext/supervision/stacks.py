@@ -85,7 +85,7 @@ def is_users(frame: FrameType) -> bool:
 def _is_library(file: str) -> bool:
     """Whether a file belongs to one of the libraries, or to Python's own."""
     libraries = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
-    folders = [folder for library in libraries for folder in library.__path__]
+    folders = [folder for library in libraries for folder in getattr(library, "__path__", ())]
     is_of_library = any(file.startswith(folder + os.sep) for folder in folders)
     # Installed packages, such as those in site-packages, are in the same directory.
     is_of_python = file.startswith(sysconfig.get_path("stdlib")) and "-packages" not in file

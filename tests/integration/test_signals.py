@@ -90,7 +90,7 @@ def test_a_launchers_sigterm_leaves_time_to_name_the_dead_rank(tmp_path: Path) -
     """Ranks that receive SIGTERM right after the death print the cause before they exit."""
     _, *survivors = ranks.launch_ranks(terminate_after_death, 3, tmp_path)
     for survivor in survivors:
-        assert survivor.exit_code == 1, survivor.story()
+        assert survivor.exit_code == SIGTERM_STATUS, survivor.story()
         assert "\nrank 0 (host " in survivor.output
 
 
