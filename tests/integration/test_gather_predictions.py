@@ -95,7 +95,7 @@ def test_every_prediction_is_gathered_once_and_in_order(name: str, tmp_path: Pat
 def gather_views(trainer: L.Trainer) -> None:
     """Gather numbers that are views of large tensors, which are not sent."""
     large = 1 << 20
-    trainer.predict(Predicts(lambda x: {"x": x.repeat(large, 1).T[:, :1]}), loader(5))
+    trainer.predict(Predicts(lambda x: {"x": UserDict(y=x.repeat(large, 1).T[:, :1])}), loader(5))
     tracemalloc.start()
     gather_predictions(trainer)
     _, most_bytes = tracemalloc.get_traced_memory()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -108,6 +109,10 @@ def _gather(trainer: Any, ranks: Ranks) -> Any:
 
 def _copied(part: Any) -> Any:
     """Copy a tensor that is a part of a larger one, of which pickle would send all."""
+    if isinstance(part, MutableMapping):  # such as UserDict; torch looks into dicts itself
+        copied = copy.copy(part)
+        copied.update({name: tree_map(_copied, value) for name, value in part.items()})
+        return copied
     if not isinstance(part, Tensor) or part.layout != torch.strided:
         return part
     return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
