@@ -1,14 +1,16 @@
 """Ranks that log different values with `sync_dist=True` raise, instead of waiting."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtError, DivergenceError
 from lightning_ddp_ext.errors import RankAbsentError
-from tests.harness.training import Batch, Kind, Net, fit, on_ranks
+from tests.harness.training import Batch, Kind, Net, Rows, fit, on_ranks
 
 A = "training_step.a (mean)"
 B = "training_step.b (mean)"
@@ -81,3 +83,49 @@ def test_ranks_that_log_different_values_all_raise(tmp_path: Path) -> None:
     for messages in on_ranks("ours", fail, tmp_path):
         for name, case in CASES.items():
             assert case.message in messages[name], name
+
+
+class ReadsEarly(Net):
+    """Rank 1 reads a value and then waits for the others, while rank 0 logs another."""
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        self.log("a", 1.0, sync_dist=True)
+        if self.global_rank == 1:
+            float(self.trainer.callback_metrics["a"])
+            self.trainer.strategy.barrier("own call")
+        self.log("b", 1.0, sync_dist=True)
+        return self.loss(batch)
+
+
+class ValidatesMoreSteps(Net):
+    """Rank 0 has one validation step more than rank 1."""
+
+    def validation_step(self, batch: Batch, index: int) -> None:
+        self.log("val", self.loss(batch).detach(), on_step=True, on_epoch=True, sync_dist=True)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(Rows(3 - self.global_rank), batch_size=1)
+
+
+def train(kind: Kind, directory: Path, make_model: Callable[[], Net]) -> str:
+    """Return the error of a training."""
+    with pytest.raises(DDPExtError) as raised:
+        fit(kind, directory, make_model(), num_sanity_val_steps=0)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("make_model", "message"),
+    [
+        pytest.param(ReadsEarly, f"the reduction of {B}", id="another call"),
+        pytest.param(
+            ValidatesMoreSteps, "ranks logged different values with sync_dist=True", id="steps"
+        ),
+    ],
+)
+def test_ranks_that_get_out_of_step_are_named(
+    make_model: Callable[[], Net], message: str, tmp_path: Path
+) -> None:
+    """The error names the values that one of the ranks reduces."""
+    for error in on_ranks("ours", train, tmp_path, make_model):
+        assert message in error

@@ -278,8 +278,9 @@ TESTS_ALONE = """
         sys.stdout.write(f"{trainer.num_test_batches} tested by {os.environ['WORLD_SIZE']}\\n")
 
 
-    for _ in range(2):
-        model, trainer = Net(), make_trainer("ddp_ext", max_steps=2)
+    for method in (f"file://{sys.argv[1]}", None):  # the next fit uses the same connections
+        strategy = lightning_ddp_ext.DDPExtStrategy(method, init_timeout=30)
+        model, trainer = Net(), make_trainer(strategy, max_steps=2)
         trainer.fit(model)
         sys.stdout.write(f"rank {trainer.global_rank} of {dist.get_world_size()} trained\\n")
         dist.barrier()
@@ -290,11 +291,11 @@ TESTS_ALONE = """
 """
 
 
-def test_rank_zero_tests_alone_between_fits() -> None:
+def test_rank_zero_tests_alone_between_fits(tmp_path: Path) -> None:
     """A script may destroy the group and test each sample once, on one device; the next
-    fit uses all ranks again.
+    fit uses all ranks again, also if it leaves out the init method.
     """
-    done = run_script(TESTS_ALONE)
+    done = run_script(TESTS_ALONE, str(tmp_path / "rank0"))
     assert done.exit_code == 0, done.output
     lines = re.findall(r"^(rank . of . trained|.* tested by .)$", done.output, re.MULTILINE)
     once = ["[4] tested by 1", "rank 0 of 2 trained", "rank 1 of 2 trained"]

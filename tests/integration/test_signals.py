@@ -8,8 +8,10 @@ import faulthandler
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -380,3 +382,25 @@ def test_a_signal_does_not_kill_a_failed_rank_before_it_prints_the_cause() -> No
     [outcome] = ranks.launch_ranks(restore_while_signalled, 1)
     assert outcome.exit_code == 0, outcome.story()
     assert outcome.result == 1
+
+
+def terminate_with_blocked_output(rank: int, world_size: int) -> None:
+    """Send SIGTERM to a rank that failed and whose output nobody reads any more."""
+    _reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    signals = StopSignals(lambda signum: None)
+    signals.install(signal.SIGTERM)
+    signals.restore(defers_sigterm=True)
+    os.dup2(writer, sys.stderr.fileno())
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait()
+
+
+def test_sigterm_ends_a_failed_rank_although_its_output_is_blocked() -> None:
+    """The rank exits with the status of SIGTERM once the time to print is over."""
+    [outcome] = ranks.launch_ranks(terminate_with_blocked_output, 1)
+    assert outcome.exit_code == SIGTERM_STATUS, outcome.story()

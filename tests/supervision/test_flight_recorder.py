@@ -5,6 +5,7 @@ import sys
 from datetime import timedelta
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -67,13 +68,24 @@ def test_sends_and_coalesced_collectives_hide_no_collective() -> None:
     assert (progress.entered, progress.pending, sorted(progress.recent)) == (2, 1, ["1", "2"])
 
 
-def test_a_library_without_files_hides_no_users_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A collective keeps its place if the folder of a removed library is still imported."""
+def removed_library(folder: Path) -> ModuleType:
+    """Return a package whose folder no longer exists."""
     spec = ModuleSpec("lightning_utilities", None, is_package=True)
-    spec.submodule_search_locations = [str(tmp_path / "lightning_utilities")]
-    monkeypatch.setitem(sys.modules, spec.name, importlib.util.module_from_spec(spec))
+    spec.submodule_search_locations = [str(folder / "lightning_utilities")]
+    return importlib.util.module_from_spec(spec)
+
+
+@pytest.mark.parametrize("kind", ["removed", "a stub", "blocked"])
+def test_a_library_without_files_hides_no_users_code(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collective keeps its place, whatever the script has put in a library's place."""
+    library = {
+        "removed": removed_library(tmp_path),
+        "a stub": ModuleType("lightning_utilities"),
+        "blocked": None,  # an import of it raises
+    }
+    monkeypatch.setitem(sys.modules, "lightning_utilities", library[kind])
     frames = [{"filename": str(tmp_path / "train.py"), "line": 5}]
     (progress,) = progress_in({"entries": [entry(1, 1, frames=frames)]}, {})
     assert progress.collective(1).place == f"{tmp_path}/train.py:5"
