@@ -33,7 +33,7 @@ _READ_BYTES = 256 << 10
 _MAX_LISTED = 10  # damaged records that a message names
 _REMEDY = "use an earlier checkpoint"
 # The text of the RuntimeErrors that torch raises for system errors.
-_SYSTEM_ERROR = re.compile(r"^unable to (open|stat|mmap) |annot allocate memory")
+_SYSTEM_ERROR = re.compile(r"^unable to (open|stat|mmap|resize) |annot allocate memory")
 # zipfile's errors for damaged files; RuntimeError: a record claims to be encrypted, or
 # to need a newer version.
 _DAMAGE = (zipfile.BadZipFile, EOFError, struct.error, ValueError, OverflowError, RuntimeError)

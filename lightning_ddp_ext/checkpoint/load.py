@@ -8,10 +8,12 @@ import re
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from mmap import MAP_SHARED
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.serialization import set_default_mmap_options
 
 from lightning_ddp_ext.checkpoint.archive import Archive, is_system_error, unreadable
 from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict
@@ -117,7 +119,13 @@ def _device(name: Any) -> str:
         ) from None
 
 
-def read(archive: Archive, options: LoadOptions, *, map_weights: bool = False) -> Any:
+def read(
+    archive: Archive,
+    options: LoadOptions,
+    *,
+    map_weights: bool = False,
+    is_own_copy: bool = False,
+) -> Any:
     """Unpickle a checkpoint.
 
     If ``options.verify`` is set, the caller must check its checksums.
@@ -128,6 +136,8 @@ def read(archive: Archive, options: LoadOptions, *, map_weights: bool = False) -
         map_weights: whether weights in the ``state_dict`` may stay mapped from the
             file, because the caller copies them into the model and drops them.
             Everything else is copied into this process's own memory.
+        is_own_copy: whether the file is this process's own copy in memory; all tensors
+            then use that memory, so that none is there twice.
 
     Raises:
         DamagedCheckpointError: the file cannot be unpickled because its bytes are
@@ -136,6 +146,9 @@ def read(archive: Archive, options: LoadOptions, *, map_weights: bool = False) -
         CheckpointError: a tensor cannot be placed, a class in the file cannot be
             imported or raises, or this process cannot read the file.
     """
+    if is_own_copy:
+        with set_default_mmap_options(MAP_SHARED):  # a change needs no memory either
+            return _load(archive, options, mmap=True)
     is_large = archive.status.st_size > _SMALL_FILE_BYTES
     if map_weights and options.map_location is None and is_large:
         content = _load(archive, options, mmap=True)

@@ -76,17 +76,25 @@ def restore(
             readers = [rank for rank, each in enumerate(views) if each.host == view.host]
         assert archive is not None, "this rank sees the file"
         shard = _shard(archive, readers.index(ranks.rank), len(readers))
-        check_and_read = partial(_check_and_read, archive, shard, options, map_weights)
+        is_own_copy = bool(without_file) and ranks.rank != 0
+        check_and_read = partial(
+            _check_and_read,
+            archive,
+            shard,
+            options,
+            map_weights=map_weights,
+            is_own_copy=is_own_copy,
+        )
         content = ranks.on_every_rank(check_and_read, f"reading {location.url}")
     return Restored(content, how, options.verify and not of_rank_zero.has_checksums)
 
 
 def _check_and_read(
-    archive: Archive, shard: list[ZipInfo], options: LoadOptions, map_weights: bool
+    archive: Archive, shard: list[ZipInfo], options: LoadOptions, **how: bool
 ) -> Any:
     if options.verify:
         archive.check(shard)
-    return read(archive, options, map_weights=map_weights)
+    return read(archive, options, **how)
 
 
 @dataclass(frozen=True)
@@ -137,15 +145,16 @@ def _copy_from_rank_zero(
     size = ranks.from_rank_zero(None if archive is None else archive.status.st_size)
 
     def map_file() -> tuple[str, Tensor]:
-        if ranks.rank == 0:
-            assert archive is not None, "rank 0 has opened the file"
-            path = archive.path
-        else:
-            descriptor = os.memfd_create("checkpoint")
-            stack.callback(os.close, descriptor)
-            path = path_of(descriptor)
-        is_copy = ranks.rank != 0
-        return path, torch.from_file(path, shared=is_copy, size=size, dtype=torch.uint8)
+        with reading(name):
+            if ranks.rank == 0:
+                assert archive is not None, "rank 0 has opened the file"
+                path = archive.path
+            else:
+                descriptor = os.memfd_create("checkpoint")
+                stack.callback(os.close, descriptor)
+                path = path_of(descriptor)
+            is_copy = ranks.rank != 0
+            return path, torch.from_file(path, shared=is_copy, size=size, dtype=torch.uint8)
 
     path, content = ranks.on_every_rank(map_file, what)
     ranks.broadcast([content])

@@ -32,6 +32,7 @@ def entry_of(location: Location, key: str) -> Any:
         archive = Archive(file, location.url)
         if not archive.has_checksums:
             return None
+        archive.check(())
         pickled = archive.read_pickle()
     try:
         content = _Unpickler(io.BytesIO(pickled)).load()

@@ -3,6 +3,7 @@ same error.
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,6 +132,32 @@ def test_a_file_that_is_sent_in_pieces_arrives(tmp_path: Path) -> None:
     """The weights stay in memory, although the copy of the file is closed."""
     torch.save({"state_dict": {"large": numbers(LARGE)}}, tmp_path / "it.ckpt")
     assert on_ranks("stock", receive, tmp_path, tmp_path / "it.ckpt") == [True, True]
+
+
+def memory_for_a_file(kind: Kind, directory: Path, path: Path) -> float:
+    """Return how many bytes this process allocates while it has the file's content, in
+    sizes of the file.
+    """
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    location = locate(path if ranks.rank == 0 else path.with_name("no.ckpt"))
+    before = allocated_bytes()
+    restored = restore(location, ranks, LoadOptions())
+    used = allocated_bytes() - before
+    assert restored.how.startswith(SENT)
+    return used / path.stat().st_size
+
+
+def allocated_bytes() -> int:
+    """Return the memory of this process that belongs to no file."""
+    [size] = re.findall(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    return int(size) * 1024
+
+
+def test_a_file_that_is_sent_is_in_memory_once(tmp_path: Path) -> None:
+    """The tensors use the memory into which the file was received."""
+    torch.save({"optimizer_states": [numbers(LARGE)]}, tmp_path / "it.ckpt")
+    _, receiver = on_ranks("stock", memory_for_a_file, tmp_path, tmp_path / "it.ckpt")
+    assert receiver < 0.5
 
 
 URL = "memory://bucket/it.ckpt"

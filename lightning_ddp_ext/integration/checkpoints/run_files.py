@@ -62,8 +62,11 @@ class RunFiles:
     1. :meth:`count_fit` and :meth:`resolve_last`, on each rank, before the ranks connect
     2. :meth:`raise_search_error`, on rank 0, when they have connected
     3. :meth:`chosen`, on each rank, when the Trainer restores a file
-    4. :meth:`place` and :meth:`identify_stop`, if the ranks are stopped
+    4. :meth:`place` and :meth:`identify_stop`, on rank 0 and on each rank, if the ranks are
+       stopped, and then :meth:`add_identity`, on each rank, for each checkpoint
     5. :meth:`remove_obsolete`, on each rank, at the end
+
+    With a rescue checkpoint, rank 0 also calls :meth:`place` when training starts.
 
     Args:
         stop: the name or path of the stop checkpoint; ``None`` if none is saved.
@@ -85,7 +88,7 @@ class RunFiles:
         self._names = [name for name in (of_stop, rescue) if name is not None]
         self._fit_number = IN_A_HOOK
         self.identity = FitIdentity()
-        self._entries: dict[str, dict[str, Any]] = {}  # of stop checkpoints, by path
+        self._is_requeued: dict[str, bool] = {}  # by the path of a stop checkpoint
         # The result of the last search: a file or none on rank 0, or an error.
         self._found: _Found | None = None
         self._search_error: CheckpointError | None = None
@@ -150,12 +153,12 @@ class RunFiles:
             path: the path of the stop checkpoint.
             is_requeued: whether SLURM requeues the job, which then continues from it.
         """
-        self._entries[path] = self.identity.to_entry(is_requeued=is_requeued)
+        self._is_requeued[path] = is_requeued
 
     def add_identity(self, checkpoint: dict[str, Any], path: str) -> None:
         """Add the identity of the fit to a checkpoint, if it is the stop checkpoint."""
-        if path in self._entries:
-            checkpoint[KEY] = self._entries[path]
+        if path in self._is_requeued:
+            checkpoint[KEY] = self.identity.to_entry(is_requeued=self._is_requeued[path])
 
     # Resuming.
 

@@ -18,7 +18,7 @@ from ..private.lightning_tree import rank_zero_warn
 from .loop_state import Restart, Stopped, change_to, find_restart
 
 KEY = "lightning_ddp_ext"
-VERSION = 9
+VERSION = 10
 
 
 class RecordedAt(Enum):
