@@ -18,9 +18,8 @@ from torch.utils.data import (
 )
 
 from tests.harness import training
-from tests.integration.continuing import Backwards, Batches, Numbers, Saver, loader, read
+from tests.integration.continuing import Backwards, Batches, Numbers, loader, read
 
-POINT = "train_epoch_end-3"
 LOADERS: dict[str, Any] = {
     "padded": loader(11, shuffle=True),
     "in order": loader(11, batch_size=3),
@@ -28,7 +27,8 @@ LOADERS: dict[str, Any] = {
     "one sample": loader(1, batch_size=1, shuffle=True),
     "no batches": loader(5, batch_size=None),
     "own batches": lambda: DataLoader(
-        Numbers(9), batch_sampler=Backwards(SequentialSampler(range(9)), 2, True)
+        Numbers(9),
+        batch_sampler=Backwards(SequentialSampler(range(9)), batch_size=2, drop_last=True),
     ),
     "two loaders": lambda: [loader(7, shuffle=True)(), loader(5, shuffle=True)()],
 }
@@ -47,32 +47,25 @@ def test_the_default_order_is_stock_lightnings(tmp_path: Path) -> None:
     assert ours == stock
 
 
-def seeded_orders(kind: training.Kind, directory: Path) -> list[Batches]:
-    """Return the batches of a run, of one with another seed, and of that one resumed at
-    the end of the first epoch, which has three steps.
-    """
-    make = loader(11, shuffle=True)
-    saver = Saver(directory, [POINT])
-    first = read(kind, directory, make, max_epochs=3)
+class Orders(NamedTuple):
+    """The batches of a loader without a seed, and with one."""
+
+    without_seed: Batches
+    with_seed: Batches
+
+
+def read_with_seed(kind: training.Kind, directory: Path) -> Orders:
+    without_seed = read(kind, directory, loader(11, shuffle=True))
     L.seed_everything(123, verbose=False)
-    other_seed = read(kind, directory, make, max_epochs=3, callbacks=[saver])
-    if kind == "ours":
-        L.seed_everything(7, verbose=False)  # the resumed run keeps its own
-    loads_early = training.At("setup", lambda trainer: trainer.estimated_stepping_batches)
-    options: dict[str, Any] = {"max_epochs": 3, "callbacks": [loads_early]}
-    resumed = read(kind, directory, make, ckpt_path=saver.saved[POINT], **options)
-    return [first, other_seed, resumed]
+    return Orders(without_seed, read(kind, directory, loader(11, shuffle=True)))
 
 
 def test_the_order_of_a_seed_is_stock_lightnings(tmp_path: Path) -> None:
-    """Each seed has another order, which a resumed run continues, whatever its own seed
-    and even if a hook loads the data before the checkpoint.
-    """
-    ours, stock = training.on_both(seeded_orders, tmp_path)
+    """A seed gives another order than no seed, and it is stock's."""
+    ours, stock = training.on_both(read_with_seed, tmp_path)
     assert ours == stock
-    for first, other_seed, resumed in ours:
-        assert other_seed != first
-        assert resumed == {epoch: other_seed[epoch] for epoch in (1, 2)}
+    for orders_of_rank in ours:
+        assert orders_of_rank.with_seed != orders_of_rank.without_seed
 
 
 def read_generator(kind: training.Kind, directory: Path) -> Batches:
@@ -81,7 +74,7 @@ def read_generator(kind: training.Kind, directory: Path) -> Batches:
 
 
 def test_a_generator_continues_in_the_next_epoch(tmp_path: Path) -> None:
-    """Each epoch reads three batches of it, as with stock."""
+    """Each epoch reads the next three batches, as with stock."""
     ours, stock = training.on_both(read_generator, tmp_path)
     assert ours == stock
     assert ours[0] == {0: [[0], [1], [2]], 1: [[3], [4], [5]]}
@@ -89,78 +82,79 @@ def test_a_generator_continues_in_the_next_epoch(tmp_path: Path) -> None:
 
 # Samplers that draw, while the seed differs on each rank.
 
+SAMPLES = 40
+SOME = 36
+
 
 class Even(RandomSampler):
     """A user's sampler that draws each even sample twice."""
 
     def __iter__(self) -> Any:
-        return iter([index & ~1 for index in super().__iter__()])
-
-
-SAMPLES = 40
-SOME = 36
-
-
-class SamplerCase(NamedTuple):
-    """Options of a loader of 40 samples, and what the ranks read of it together.
-
-    Attributes:
-        exactly: the samples in ascending order, if they are known.
-    """
-
-    options: dict[str, Any]
-    samples: int
-    repeats: bool
-    exactly: list[int] | None = None
-
-
-REPEATING = RandomSampler(range(SAMPLES), replacement=True, num_samples=SOME)
-EVEN = Even(range(SAMPLES))
-EVEN_TWICE = sorted([*range(0, SAMPLES, 2)] * 2)
-SAMPLERS = {
-    "shuffled": SamplerCase({"shuffle": True}, SAMPLES, repeats=False),
-    "some": SamplerCase(
-        {"sampler": RandomSampler(range(SAMPLES), num_samples=SOME)}, SOME, repeats=False
-    ),
-    "with replacement": SamplerCase({"sampler": REPEATING}, SOME, repeats=True),
-    "with replacement, in a batch sampler": SamplerCase(
-        {"batch_sampler": Backwards(REPEATING, 2, False)}, SOME, repeats=True
-    ),
-    "items by index": SamplerCase(
-        {"sampler": Subset(range(SAMPLES), range(SOME))}, SOME, repeats=False
-    ),
-    "even": SamplerCase({"sampler": EVEN}, SAMPLES, repeats=True, exactly=EVEN_TWICE),
-    "even, in a batch sampler": SamplerCase(
-        {"batch_sampler": BatchSampler(EVEN, 2, False)}, SAMPLES, repeats=True, exactly=EVEN_TWICE
-    ),
-}
+        return iter([index - index % 2 for index in super().__iter__()])
 
 
 def read_drawn(
     kind: training.Kind, directory: Path, options: dict[str, Any], epochs: int
 ) -> list[list[int]]:
-    """Return the samples that this rank reads in each epoch."""
-    torch.manual_seed(os.getpid())
+    """Return the samples that this rank, which has its own seed, reads in each epoch."""
+    L.seed_everything(100 + int(os.environ["RANK"]), verbose=False)
     batches = read(kind, directory, loader(SAMPLES, **options), max_epochs=epochs)
     return [[*itertools.chain(*batches[epoch])] for epoch in range(epochs)]
 
 
 def read_together(directory: Path, options: dict[str, Any], epochs: int = 1) -> list[list[int]]:
-    """Return the samples that two ranks with different seeds read in each epoch."""
-    env = {"PL_GLOBAL_SEED": lambda rank: str(100 + rank)}
-    first, second = training.on_ranks("ours", read_drawn, directory, options, epochs, env=env)
+    """Return the samples that two ranks together read in each epoch."""
+    first, second = training.on_ranks("ours", read_drawn, directory, options, epochs)
     return [[*own, *others] for own, others in zip(first, second, strict=True)]
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+class Drawn(NamedTuple):
+    """Options of a loader, and the samples that its sampler draws, in ascending order."""
+
+    options: dict[str, Any]
+    samples: list[int]
+
+
+EACH_EVEN_TWICE = sorted([*range(0, SAMPLES, 2)] * 2)
+EVEN_BATCHES = BatchSampler(Even(range(SAMPLES)), batch_size=2, drop_last=False)
+DRAWN = {
+    "shuffled": Drawn({"shuffle": True}, [*range(SAMPLES)]),
+    "items by index": Drawn(
+        {"sampler": Subset(range(SAMPLES), range(SOME))}, samples=[*range(SOME)]
+    ),
+    "even": Drawn({"sampler": Even(range(SAMPLES))}, EACH_EVEN_TWICE),
+    "even, in a batch sampler": Drawn({"batch_sampler": EVEN_BATCHES}, EACH_EVEN_TWICE),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
 def test_ranks_divide_one_draw_of_a_sampler(name: str, tmp_path: Path) -> None:
     """Together they read what the sampler draws, also where it is in a batch sampler."""
-    case = SAMPLERS[name]
-    [together] = read_together(tmp_path, case.options)
-    assert len(together) == case.samples
-    assert (len(set(together)) < case.samples) is case.repeats
-    if case.exactly is not None:
-        assert sorted(together) == case.exactly
+    [together] = read_together(tmp_path, DRAWN[name].options)
+    assert sorted(together) == DRAWN[name].samples
+
+
+REPEATING = RandomSampler(range(SAMPLES), replacement=True, num_samples=SOME)
+WITH_REPLACEMENT = {
+    "sampler": {"sampler": REPEATING},
+    "batch sampler": {"batch_sampler": Backwards(REPEATING, batch_size=2, drop_last=False)},
+}
+
+
+@pytest.mark.parametrize("name", WITH_REPLACEMENT)
+def test_ranks_divide_a_draw_with_replacement(name: str, tmp_path: Path) -> None:
+    """Together they read as many samples as the sampler draws, some of them twice."""
+    [together] = read_together(tmp_path, WITH_REPLACEMENT[name])
+    assert len(together) == SOME
+    assert len(set(together)) < SOME
+
+
+def test_ranks_divide_a_draw_of_some_samples(tmp_path: Path) -> None:
+    """Together they read as many samples as the sampler draws, and none twice."""
+    some = RandomSampler(range(SAMPLES), num_samples=SOME)
+    [together] = read_together(tmp_path, {"sampler": some})
+    assert len(together) == SOME
+    assert len(set(together)) == SOME
 
 
 def test_each_epoch_of_a_weighted_sampler_is_another_draw(tmp_path: Path) -> None:
