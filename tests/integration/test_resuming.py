@@ -1,4 +1,7 @@
-"""A resumed run equals one that did not stop, wherever it stopped: what the sweep lacks."""
+"""A resumed run equals one that did not stop, in cases that ``test_resume_sweep`` does not
+draw: several failures, ``validate`` before a save, persistent validation workers,
+validation of combined loaders, and a hook that loads the data early.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -12,27 +15,29 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.harness.ranks import run_ranks
-from tests.harness.training import make_strategy, make_trainer
+from tests.harness.training import At, make_strategy, make_trainer
 from tests.integration import continuing
 from tests.integration.continuing import Numbers, Training
 
-# Two ranks read 16 samples in batches of two.
-BATCHES = 4  # of an epoch
-# The batches that raise, by epoch and number: the second one of an epoch, its last one,
-# and its first one.
-FAILURES = ((0, 1), (0, BATCHES - 1), (1, 0))
+SAMPLES = 16  # two ranks read them in four batches of two
+# The batches that raise, by epoch and number, and the points at which they do.
+FAILURES = {
+    "exception-1": (0, 1),  # within an epoch
+    "exception-3": (0, 3),  # the last batch of an epoch
+    "exception-4": (1, 0),  # the first batch of an epoch
+}
 
 
 def fail_again_and_again(rank: int, world_size: int, directory: Path) -> str:
     """Describe how a run that fails three times differs from one that does not."""
-    loaders = continuing.shuffled(16, **continuing.KEPT)
+    # The workers of the training loader persist from epoch to epoch.
+    loaders = continuing.shuffled(SAMPLES, **continuing.KEPT)
     training = Training(loaders, directory, options={"model": continuing.WITHOUT_DROPOUT})
     whole = training.run()
     done = 0
     path = None
-    for epoch, batch in FAILURES:
-        point = f"exception-{BATCHES * epoch + batch}"
-        run = training.run(point, ckpt_path=path, fail_at=(epoch, batch))
+    for point, epoch_and_batch in FAILURES.items():
+        run = training.run(point, ckpt_path=path, fail_at=epoch_and_batch)
         assert run.steps == whole.steps[done : done + len(run.steps)]
         path = run.saved[point]
         done += len(run.steps)
@@ -45,19 +50,20 @@ def test_a_run_that_fails_again_and_again_trains_on_each_batch_once(tmp_path: Pa
 
     The batch is the first, the last or another one of an epoch.
     """
-    assert run_ranks(fail_again_and_again, 2, tmp_path) == ["", ""]
+    for difference in run_ranks(fail_again_and_again, 2, tmp_path):
+        assert not difference
 
 
-def validate_and_resume(rank: int, world_size: int, directory: Path, ends: dict[str, int]) -> str:
+def validate_and_resume(rank: int, world_size: int, directory: Path, limits: dict[str, int]) -> str:
     """Describe how a run differs that resumes from a checkpoint saved after ``validate``.
 
-    ``ends`` says where its training ended.
+    ``limits`` are the Trainer's options that ended the training before.
     """
     training = Training(continuing.shuffled(20), directory, options={"max_epochs": 2})
     path = str(directory / "validated.ckpt")
     L.seed_everything(7, verbose=False)
     module = continuing.Net(training.loaders)
-    options = {"num_sanity_val_steps": 0, "limit_val_batches": 0, **ends}
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": 0, **limits}
     trainer = make_trainer(make_strategy("ours", directory), **options)
     trainer.fit(module)
     trainer.validate(module, verbose=False)
@@ -67,40 +73,51 @@ def validate_and_resume(rank: int, world_size: int, directory: Path, ends: dict[
 
 
 @pytest.mark.parametrize(
-    "ends",
+    "limits",
     [
         pytest.param({"max_epochs": 1}, id="epoch"),
         pytest.param({"max_epochs": 2, "max_steps": 3}, id="step"),
     ],
 )
-def test_a_finished_run_continues_where_training_was(ends: dict[str, int], tmp_path: Path) -> None:
+def test_a_finished_run_continues_where_training_was(
+    limits: dict[str, int], tmp_path: Path
+) -> None:
     """A checkpoint that is saved after ``validate`` continues the training.
 
     The validation followed an epoch, or a step in the middle of one. The random states
     are those of the end of the training.
     """
-    assert run_ranks(validate_and_resume, 2, tmp_path, ends) == ["", ""]
+    for difference in run_ranks(validate_and_resume, 2, tmp_path, limits):
+        assert not difference
 
 
 def resume_with_validation_workers(
-    rank: int, world_size: int, directory: Path, options: dict[str, Any]
+    rank: int, world_size: int, directory: Path, validation_options: dict[str, Any]
 ) -> dict[str, str]:
-    """Return the differences of resumed runs.
-
-    They resume in each epoch, after one, and in its validation; and then in a later
-    epoch again.
+    """Return the differences of runs that resume in each of these places, and of those
+    that then resume again in a later epoch.
     """
-    model = partial(continuing.Net, validation=continuing.KEPT)
-    validated = {"model": model, "max_epochs": 6, "limit_val_batches": 1.0}
-    training = Training(continuing.shuffled(16), directory, options={**validated, **options})
-    ends = [BATCHES * (epoch + 1) for epoch in range(4)]
-    within = [f"train_batch_end-{end - 2}" for end in ends]
-    at_end = [f"{moment}-{ends[1]}" for moment in ("validation_end", "train_epoch_end")]
-    return continuing.generations(training, [*within, *at_end], [f"train_batch_end-{ends[3] + 2}"])
+    options = {
+        "model": partial(continuing.Net, validation=continuing.KEPT),  # persistent workers
+        "max_epochs": 6,
+        "limit_val_batches": 1.0,
+        **validation_options,
+    }
+    training = Training(continuing.shuffled(SAMPLES), directory, options=options)
+    points = [
+        "train_batch_end-2",  # in the first epoch
+        "train_batch_end-6",
+        "validation_end-8",  # at the end of the second epoch
+        "train_epoch_end-8",
+        "train_batch_end-10",
+        "train_batch_end-14",  # in the fourth epoch
+    ]
+    points_of_resumed_runs = ["train_batch_end-18"]
+    return continuing.generations(training, points, points_of_resumed_runs)
 
 
 @pytest.mark.parametrize(
-    "options",
+    "validation_options",
     [
         pytest.param({}, id="each epoch"),
         pytest.param({"check_val_every_n_epoch": 2}, id="every second epoch"),
@@ -108,10 +125,11 @@ def resume_with_validation_workers(
     ],
 )
 def test_workers_that_persist_for_validation_are_seeded_once(
-    options: dict[str, Any], tmp_path: Path
+    validation_options: dict[str, Any], tmp_path: Path
 ) -> None:
     """A resumed run draws their seed only where an uninterrupted one does."""
-    assert run_ranks(resume_with_validation_workers, 2, tmp_path, options) == [{}, {}]
+    for differences in run_ranks(resume_with_validation_workers, 2, tmp_path, validation_options):
+        assert differences == {}
 
 
 class ValidatedTogether(continuing.LongValidated):
@@ -127,17 +145,37 @@ class ValidatedTogether(continuing.LongValidated):
 
 def stop_in_validation(rank: int, world_size: int, directory: Path) -> str:
     """Describe how a run differs that a signal stops in its first validation."""
-    options = {"limit_val_batches": 1.0, "model": ValidatedTogether, "max_epochs": 2}
-    training = Training(continuing.shuffled(16), directory, options=options)
+    options = {
+        "limit_val_batches": 1.0,
+        "model": ValidatedTogether,
+        "max_epochs": 2,
+        "default_root_dir": directory / "run",  # for the stop checkpoint
+    }
+    training = Training(continuing.shuffled(SAMPLES), directory, options=options)
     whole = training.run()
-    place = {"default_root_dir": directory / "stopped"}
     stop = continuing.signalled("on_validation_batch_start", ranks=[0])
-    stopped = training.run(callbacks=[stop], **place)
+    stopped = training.run(callbacks=[stop])
     assert stopped.status is not None
-    resumed = training.run(ckpt_path="last", **place)
+    resumed = training.run(ckpt_path="last")
     return continuing.difference(training, whole, len(stopped.steps), resumed)
 
 
 def test_a_validation_of_combined_loaders_starts_again(tmp_path: Path) -> None:
     """Both loaders draw the order that they would have had, and the model's dropout too."""
-    assert run_ranks(stop_in_validation, 2, tmp_path) == ["", ""]
+    for difference in run_ranks(stop_in_validation, 2, tmp_path):
+        assert not difference
+
+
+def resume_with_early_load(rank: int, world_size: int, directory: Path) -> str:
+    """Describe how a resumed run differs if a hook loads the data before the checkpoint."""
+    training = Training(continuing.shuffled(SAMPLES), directory)
+    whole = training.run("train_batch_end-3")
+    loads = At("setup", lambda trainer: trainer.estimated_stepping_batches)
+    resumed = training.run(ckpt_path=whole.saved["train_batch_end-3"], callbacks=[loads])
+    return continuing.difference(training, whole, 3, resumed)
+
+
+def test_a_hook_may_load_the_data_before_the_checkpoint(tmp_path: Path) -> None:
+    """The resumed run keeps the order of the seed in the checkpoint, not of its own."""
+    for difference in run_ranks(resume_with_early_load, 2, tmp_path):
+        assert not difference
