@@ -47,27 +47,6 @@ def test_the_default_order_is_stock_lightnings(tmp_path: Path) -> None:
     assert ours == stock
 
 
-class Orders(NamedTuple):
-    """The batches of a loader without a seed, and with one."""
-
-    without_seed: Batches
-    with_seed: Batches
-
-
-def read_with_seed(kind: training.Kind, directory: Path) -> Orders:
-    without_seed = read(kind, directory, loader(11, shuffle=True))
-    L.seed_everything(123, verbose=False)
-    return Orders(without_seed, read(kind, directory, loader(11, shuffle=True)))
-
-
-def test_the_order_of_a_seed_is_stock_lightnings(tmp_path: Path) -> None:
-    """A seed gives another order than no seed, and it is stock's."""
-    ours, stock = training.on_both(read_with_seed, tmp_path)
-    assert ours == stock
-    for orders_of_rank in ours:
-        assert orders_of_rank.with_seed != orders_of_rank.without_seed
-
-
 def read_generator(kind: training.Kind, directory: Path) -> Batches:
     generator = (torch.tensor([[float(number)]]) for number in range(9))
     return read(kind, directory, lambda: generator, limit_train_batches=3)

@@ -152,46 +152,65 @@ def test_a_file_without_checksums_is_read_with_a_warning(
     assert others == []
 
 
-class Strikes:
-    """Raises on one rank, or kills it, when it is unpickled there."""
+class Calls:
+    """Calls a function when it is unpickled."""
 
-    def __init__(self, victim: int, is_killed: bool) -> None:
-        self.state = victim, is_killed
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
 
-    def __setstate__(self, state: dict[str, tuple[int, bool]]) -> None:
-        victim, is_killed = self.state = state["state"]
-        if os.environ.get("RANK") != str(victim):
-            return
-        if is_killed:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def __reduce__(self) -> Any:
+        return self.function, ()
+
+
+def fail_on_rank_0() -> None:
+    if os.environ["RANK"] == "0":
         raise OSError("the disk failed")
 
 
-def read_together(rank: int, world_size: int, directory: Path, path: Path, moment: str) -> None:
-    if rank == 0 and moment == "sent":
-        dist.broadcast = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-    os.chdir(path.parent if rank == 0 else directory / "elsewhere")  # so that rank 0 sends it
+def kill_rank_2() -> None:
+    if os.environ["RANK"] == "2":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read_sent(rank: int, world_size: int, directory: Path, path: Path) -> None:
+    """Read a file that only rank 0 finds, so that it sends the file to the others."""
+    if rank == 0:
+        os.chdir(path.parent)
     trainer = training.make_trainer(training.make_strategy("ours", directory), devices=3)
     trainer.test(Net(), ckpt_path=path.name, verbose=False, weights_only=False)
 
 
-@pytest.mark.parametrize(
-    ("victim", "is_killed", "moment"),
-    [(0, True, "sent"), (0, False, "unpickled"), (2, True, "unpickled")],
-)
-def test_a_rank_that_fails_while_others_restore_ends_all(
-    victim: int, is_killed: bool, moment: str, path: Path, tmp_path: Path
+def read_until_killed(rank: int, world_size: int, directory: Path, path: Path) -> None:
+    """Kill rank 0 where it sends the file, which it does by broadcasts."""
+    if rank == 0:
+        dist.broadcast = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    read_sent(rank, world_size, directory, path)
+
+
+def test_a_rank_that_is_killed_while_it_sends_a_file_ends_all(path: Path, tmp_path: Path) -> None:
+    """The others exit with an error that names it."""
+    sender, *others = launch_ranks(read_until_killed, 3, tmp_path, path)
+    assert sender.exit_code == -signal.SIGKILL
+    for outcome in others:
+        assert outcome.exit_code != 0
+        assert "rank 0 " in outcome.story()
+
+
+def test_a_rank_that_is_killed_while_it_unpickles_a_file_ends_all(
+    path: Path, tmp_path: Path
 ) -> None:
-    """While the file is sent or unpickled: all exit within seconds, and name the rank
-    that failed.
-    """
-    set_entry(path, "strikes", Strikes(victim if moment == "unpickled" else -1, is_killed))
-    (tmp_path / "elsewhere").mkdir()
-    outcomes = launch_ranks(read_together, 3, tmp_path, path, moment)
-    cause = f"rank {victim} " if is_killed else "the disk failed"
-    for rank, outcome in enumerate(outcomes):
-        if is_killed and rank == victim:
-            assert outcome.exit_code == -signal.SIGKILL
-        else:
-            assert outcome.exit_code != 0
-            assert cause in outcome.story()
+    """The others exit with an error that names it."""
+    set_entry(path, "calls", Calls(kill_rank_2))
+    *others, killed = launch_ranks(read_sent, 3, tmp_path, path)
+    assert killed.exit_code == -signal.SIGKILL
+    for outcome in others:
+        assert outcome.exit_code != 0
+        assert "rank 2 " in outcome.story()
+
+
+def test_a_rank_that_fails_while_it_unpickles_a_file_ends_all(path: Path, tmp_path: Path) -> None:
+    """All exit with its error."""
+    set_entry(path, "calls", Calls(fail_on_rank_0))
+    for outcome in launch_ranks(read_sent, 3, tmp_path, path):
+        assert outcome.exit_code != 0
+        assert "the disk failed" in outcome.story()

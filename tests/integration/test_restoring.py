@@ -17,8 +17,6 @@ from tests.harness import training
 from tests.integration import checkpointing
 from tests.integration.checkpointing import Keeper, Net
 
-BOTH = pytest.mark.parametrize("kind", training.KINDS)
-
 
 class TwoOptimizers(Net):
     """SGD for one weight and Adam for the others, stepped by hand."""
@@ -37,6 +35,8 @@ class TwoOptimizers(Net):
 
 
 class Resumed(NamedTuple):
+    """A resumed run."""
+
     state: dict[str, Any]  # at the start of training
     last_step: int
 
@@ -58,9 +58,9 @@ def resumed(
 @pytest.mark.parametrize(
     ("kind", "world_size", "is_mapped", "model"),
     [
-        ("ours", 2, True, Net),
-        ("stock", 2, True, TwoOptimizers),
-        ("ours", 4, False, Net),
+        pytest.param("ours", 2, True, Net, id="ours, mapped"),
+        pytest.param("stock", 2, True, TwoOptimizers, id="stock, mapped, two optimisers"),
+        pytest.param("ours", 4, False, Net, id="ours, sent to four ranks"),
     ],
 )
 def test_a_run_continues_with_all_that_was_saved(
@@ -103,6 +103,8 @@ class Lenient(Net):
 
 
 class Evaluated(NamedTuple):
+    """The results of a model with a hook, and the weights of a lenient one."""
+
     weights: dict[str, Tensor]  # of the model with a hook
     seen: Tensor  # by the hook
     kept: Tensor  # by the hook
@@ -139,13 +141,16 @@ def test_hooks_and_models_choose_what_is_loaded(
 
 
 class Started(NamedTuple):
+    """A run that started from a plain state dict."""
+
     state: dict[str, Any]  # at the start of training
     lines: list[str]  # of the log, about this and the file's other uses
 
 
 def from_state_dict(kind: training.Kind, directory: Path, path: Path) -> Started:
+    """Train from a plain state dict, and assert that evaluations have its weights."""
     log: list[str] = []
-    # A filter that keeps every record.
+    # A filter only records the messages: it is true for each of them, so all are kept.
     rank_zero.log.addFilter(lambda record: log.append(record.getMessage()) is None)
     state = checkpointing.fit_from(checkpointing.trainer_for(kind, directory, max_epochs=1), path)
     for use in ("validate", "test", "predict"):
@@ -156,7 +161,7 @@ def from_state_dict(kind: training.Kind, directory: Path, path: Path) -> Started
     return Started(state, [line for line in log if line.startswith(told)])
 
 
-@BOTH
+@pytest.mark.parametrize("kind", training.KINDS)
 def test_a_plain_state_dict_starts_a_run(kind: training.Kind, tmp_path: Path) -> None:
     """A file of `torch.save(model.state_dict())`, also of a wrapped and compiled model,
     gives a run its weights.

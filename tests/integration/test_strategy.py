@@ -71,25 +71,24 @@ def test_a_notebook_may_only_fork_ranks(name: str, is_compatible: bool) -> None:
     assert launcher.is_interactive_compatible is is_compatible
 
 
-def look_before_and_after_fit(kind: training.Kind, directory: Path) -> list[tuple[World, str]]:
-    """Return the strategy's world, and the init method of a pickled copy, both times."""
+def read_before_and_after_fit(kind: training.Kind, directory: Path) -> list[dict[str, Any]]:
     strategy: Any = training.make_strategy(kind, directory, find_unused_parameters=True)
     trainer = make_trainer(strategy)
-    before = (strategy.world, init_method_of_copy(strategy))
+    before = world_and_init_method(strategy)
     trainer.fit(Net())
-    after = (strategy.world, init_method_of_copy(strategy))
-    return [before, after]
+    return [before, world_and_init_method(strategy)]
 
 
-def init_method_of_copy(strategy: Any) -> str:
+def world_and_init_method(strategy: Any) -> dict[str, Any]:
+    """Return the strategy's world, and the init method of a pickled copy."""
     copy = pickle.loads(pickle.dumps(strategy))
-    return str(copy.rendezvous.init_method)
+    return {"world": strategy.world, "init method of copy": str(copy.rendezvous.init_method)}
 
 
 def test_the_world_is_known_and_the_strategy_can_be_pickled(tmp_path: Path) -> None:
     """Both work as soon as the strategy has a Trainer, and after a run."""
-    by_rank = training.on_ranks("ours", look_before_and_after_fit, tmp_path)
-    for rank, seen in enumerate(by_rank):
+    by_rank = training.on_ranks("ours", read_before_and_after_fit, tmp_path)
+    for rank, read in enumerate(by_rank):
         world = World(
             rank=rank,
             world_size=2,
@@ -99,7 +98,7 @@ def test_the_world_is_known_and_the_strategy_can_be_pickled(tmp_path: Path) -> N
             source="RANK, WORLD_SIZE and LOCAL_RANK",
         )
         init_method = f"file://{tmp_path}/ours/store"
-        assert seen == [(world, init_method), (world, init_method)]
+        assert read == [{"world": world, "init method of copy": init_method}] * 2
 
 
 class Used(NamedTuple):
