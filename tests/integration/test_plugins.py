@@ -8,7 +8,6 @@ import lightning as L
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
 
 from lightning_ddp_ext import DDPExtStrategy
 from tests.harness import training
@@ -31,12 +30,8 @@ class CountingIO(TorchCheckpointIO):
         return super().load_checkpoint(*args, **kwargs)
 
 
-class Resumed(NamedTuple):
-    calls: list[str]  # of the user's IO, on this rank
-    weights: dict[str, Tensor]
-
-
-def save_and_resume(kind: training.Kind, directory: Path) -> Resumed:
+def save_and_resume(kind: training.Kind, directory: Path) -> dict[str, Any]:
+    """Return the calls of the user's IO on this rank, and the weights of the resumed run."""
     L.seed_everything(1)
     io = CountingIO()
     path = directory / "end.ckpt"
@@ -46,7 +41,7 @@ def save_and_resume(kind: training.Kind, directory: Path) -> Resumed:
     trainer.strategy.barrier()  # rank 0 has written its file
     model = Net()
     training.fit(kind, directory, model, ckpt_path=path, plugins=plugins, max_epochs=3)
-    return Resumed(io.calls, training.weights(model))
+    return {"calls": io.calls, "weights": training.weights(model)}
 
 
 def test_a_users_checkpoint_io_writes_on_rank_zero_and_reads_on_every_rank(tmp_path: Path) -> None:
@@ -54,9 +49,16 @@ def test_a_users_checkpoint_io_writes_on_rank_zero_and_reads_on_every_rank(tmp_p
     resumed training ends with stock's weights.
     """
     ours, stock = training.on_both(save_and_resume, tmp_path)
-    assert [rank.calls for rank in ours] == [["save", "load"], ["load"]]
-    assert [rank.calls for rank in stock] == [["save", "load"], ["load"]]
-    training.assert_same([rank.weights for rank in ours], [rank.weights for rank in stock])
+    assert [rank["calls"] for rank in ours] == [["save", "load"], ["load"]]
+    assert [rank["calls"] for rank in stock] == [["save", "load"], ["load"]]
+    training.assert_same([rank["weights"] for rank in ours], [rank["weights"] for rank in stock])
+
+
+class Validated(NamedTuple):
+    """The settings of a Trainer that Lightning has a cluster environment validate."""
+
+    devices: int
+    nodes: int
 
 
 class HouseEnvironment(LightningEnvironment):
@@ -64,7 +66,7 @@ class HouseEnvironment(LightningEnvironment):
 
     def __init__(self) -> None:
         super().__init__()
-        self.validated: list[tuple[int, int]] = []  # devices and nodes
+        self.validated: list[Validated] = []
 
     @property
     def main_address(self) -> str:
@@ -87,22 +89,21 @@ class HouseEnvironment(LightningEnvironment):
     local_rank = global_rank
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        self.validated.append((num_devices, num_nodes))
+        self.validated.append(Validated(num_devices, num_nodes))
 
 
-class Trained(NamedTuple):
-    rank: int
-    validated: list[tuple[int, int]]  # by the environment: devices and nodes
-    weights: dict[str, Tensor]
-
-
-def train_in_the_house(rank: int, world_size: int, strategy: type[DDPStrategy]) -> Trained:
+def train_in_the_house(rank: int, world_size: int, strategy: type[DDPStrategy]) -> dict[str, Any]:
+    """Return the rank, what the environment has validated, and the weights."""
     L.seed_everything(1)
     model = Net()
     environment = HouseEnvironment()
     trainer = training.make_trainer(strategy(), plugins=[environment])
     trainer.fit(model)
-    return Trained(trainer.global_rank, environment.validated, training.weights(model))
+    return {
+        "rank": trainer.global_rank,
+        "validated": environment.validated,
+        "weights": training.weights(model),
+    }
 
 
 def test_a_users_cluster_environment_sets_ranks_and_address() -> None:
@@ -113,5 +114,5 @@ def test_a_users_cluster_environment_sets_ranks_and_address() -> None:
         by_strategy.append(run_ranks(train_in_the_house, 2, strategy, env=env))
     ours, stock = by_strategy
     training.assert_same(ours, stock)
-    assert [trained.rank for trained in ours] == [0, 1]
-    assert [trained.validated for trained in ours] == [[(2, 1)], [(2, 1)]]
+    assert [trained["rank"] for trained in ours] == [0, 1]
+    assert [trained["validated"] for trained in ours] == [[Validated(devices=2, nodes=1)]] * 2

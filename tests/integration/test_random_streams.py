@@ -3,7 +3,7 @@
 import random
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,15 +31,8 @@ class Chance(Dataset[Tensor]):
         return torch.tensor([[number] for number in drawn])
 
 
-class Draws(NamedTuple):
-    """What one rank draws in three runs, before which torch is seeded differently."""
-
-    first: Drawn
-    again: Drawn
-    with_other_seed: Drawn
-
-
-def draw(kind: Kind, directory: Path, workers: int) -> Draws:
+def draw(kind: Kind, directory: Path, workers: int) -> dict[str, Drawn]:
+    """Return what one rank draws in three runs, before which torch is seeded differently."""
     options: Any = continuing.workers(workers, persistent_workers=True) if workers else {}
 
     def draw_with(seed: int, *, start: int) -> Drawn:
@@ -49,7 +42,11 @@ def draw(kind: Kind, directory: Path, workers: int) -> Draws:
         read = continuing.read(kind, directory, make, [seeding], use_distributed_sampler=False)
         return [set().union(*batches) for batches in read.values()]
 
-    return Draws(draw_with(5, start=0), draw_with(5, start=1), draw_with(6, start=2))
+    return {
+        "first": draw_with(5, start=0),
+        "again": draw_with(5, start=1),
+        "with another seed": draw_with(6, start=2),
+    }
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -60,8 +57,8 @@ def test_random_streams_belong_to_seed_epoch_rank_and_worker(
     """Only runs with the same seed draw the same numbers, on the same rank and epoch."""
     epochs = []
     for draws in on_ranks(kind, draw, tmp_path, workers):
-        assert draws.first == draws.again
-        epochs += [*draws.first, *draws.with_other_seed]
+        assert draws["first"] == draws["again"]
+        epochs += [*draws["first"], *draws["with another seed"]]
     assert len(epochs) == 2 * 2 * 2  # ranks, seeds, epochs
     assert [len(numbers) for numbers in epochs] == [SAMPLES * GENERATORS] * len(epochs)
     assert len(set().union(*epochs)) == SAMPLES * GENERATORS * len(epochs)

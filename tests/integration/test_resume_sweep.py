@@ -41,9 +41,10 @@ from tests.integration import continuing
 from tests.integration.continuing import Backwards, Run, Step
 
 BATCH_SIZE = 2
-# The samples of the longer and of the shorter loader, which 1, 2 or 3 ranks split evenly.
-SAMPLES = (18, 12)
-STREAMED = (12, 8)  # the same of a stream, which each rank has for itself
+# The samples of a loader, which 1, 2 or 3 ranks split evenly, and those of a stream,
+# which each rank has for itself, by whether it is the shorter of two loaders.
+SAMPLES = {False: 18, True: 12}
+STREAMED = {False: 12, True: 8}
 LIMIT = 4  # batches of an epoch
 
 WITH_RANKS = ("scalable", "distributed", "dealt")  # samplers that divide by themselves
@@ -229,7 +230,8 @@ class Case:
             "last": length - 1,
             "end": length - 1,
         }
-        return indices.get(stop, min(4, (length - 2) // 2 * 2))
+        even_index = min(4, (length - 2) // 2 * 2)  # no validation is due after this batch
+        return indices.get(stop, even_index)
 
 
 FACTORS: dict[str, tuple[str, ...]] = {
@@ -436,14 +438,23 @@ class After(L.Callback):
             self.do(trainer)
 
 
+class Stopped(NamedTuple):
+    """A run to a stop, or past one that only saves.
+
+    Attributes:
+        path: the checkpoint of the stop.
+        done: the number of steps of the run until the stop.
+    """
+
+    run: Run
+    path: str
+    done: int
+
+
 def run_to(
     stop: str, epoch: int, case: Case, training: continuing.Training, ckpt_path: str | None = None
-) -> tuple[Run, str, int]:
-    """Train to a stop in an epoch, or past one that only saves, from the beginning or
-    from a checkpoint.
-
-    Return the run, the checkpoint of the stop, and the number of steps until the stop.
-    """
+) -> Stopped:
+    """Train to a stop in an epoch, from the beginning or from a checkpoint."""
     ranks = training.devices
     place = training.directory / training.name / f"{stop}-{epoch}"
     batch = (epoch, case.index(stop, ranks))
@@ -451,7 +462,7 @@ def run_to(
     if stop in SIGNALS:
         path = str(place / "last-preempted.ckpt")
         options["default_root_dir"] = place
-        is_signalled = int(os.environ["RANK"]) == epoch % ranks
+        is_signalled = int(os.environ["RANK"]) == epoch % ranks  # any rank will do
         stopping = After(HOOKS[stop], batch, lambda _: os.kill(os.getpid(), signal.SIGTERM))
         callbacks = [stopping] if is_signalled else []
     else:
@@ -462,7 +473,7 @@ def run_to(
     options["callbacks"] = [*callbacks, *training.options["callbacks"]]
     run = training.run(ckpt_path=ckpt_path, **options)
     until_batch = [step for step in run.steps if step.moment <= batch]
-    return run, path, len(run.steps if stop in ENDING else until_batch)
+    return Stopped(run, path, len(run.steps if stop in ENDING else until_batch))
 
 
 # Playing a case. A rank that finds a fault continues, like the others.
@@ -496,19 +507,19 @@ def play_to_stop(case: Case, rank: int, ranks: int, place: Path) -> Played:
     """Play a case until its first stop, and on the same ranks to its end."""
     training = training_of(case, rank, ranks, place)
     try:
-        stopped, path, done = run_to(case.stop, int(case.epoch), case, training)
-        whole = training.run() if case.stop in ENDING else stopped
-        fault = fault_before_stop(case, whole, stopped, case.length(ranks))
+        stopped = run_to(case.stop, int(case.epoch), case, training)
+        whole = training.run() if case.stop in ENDING else stopped.run
+        fault = fault_before_stop(case, whole, stopped.run, case.length(ranks))
         if case.keeps_ranks:
-            resumed, fault_again = resume(case, training, path)
-            difference = continuing.difference(training, whole, done, resumed)
+            resumed, fault_again = resume(case, training, stopped.path)
+            difference = continuing.difference(training, whole, stopped.done, resumed)
             fault = joined(fault, difference, fault_again)
     except (ResumeError, RankFailedError) as error:
         return Played(refused=str(error))
     # Steps that no optimiser step followed are repeated.
-    repeated = done % case.length(ranks) % case.accumulated
-    before = whole.steps[: done - repeated]
-    return Played(fault, path=path, whole=whole.steps, steps=before)
+    repeated = stopped.done % case.length(ranks) % case.accumulated
+    before = whole.steps[: stopped.done - repeated]
+    return Played(fault, path=stopped.path, whole=whole.steps, steps=before)
 
 
 def play_rest(resumption: tuple[Case, str], rank: int, ranks: int, place: Path) -> Played:
@@ -558,13 +569,14 @@ def resume(case: Case, training: continuing.Training, path: str) -> tuple[Run, s
     if case.again == "no":
         return training.run(ckpt_path=path), ""
     epoch = int(case.epoch) + 1
-    second, path_again, done = run_to(case.again, epoch, case, training, path)
+    stopped = run_to(case.again, epoch, case, training, path)
+    second = stopped.run
     due = (epoch, case.index(case.again, training.devices))
     if case.stop in SIGNALS and second.steps and second.steps[0].moment > due:
         return second, ""  # on a busy machine the ranks had agreed on a first stop after this one
-    third = training.run(ckpt_path=path_again)
+    third = training.run(ckpt_path=stopped.path)
     if case.again not in ENDING:
-        difference = continuing.difference(training, second, done, third)
+        difference = continuing.difference(training, second, stopped.done, third)
         return second, difference and f"resumed again {difference}"
     steps = second.steps
     if third.steps:

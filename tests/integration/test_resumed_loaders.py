@@ -50,7 +50,7 @@ BATCHES_IN_STEP = 8
 
 
 def continue_in_a_long_step(rank: int, world_size: int, directory: Path) -> bool:
-    """Return whether a run that resumes in the second step repeats it."""
+    """Return whether a run that resumes in the second step trains on all of its batches."""
 
     def loaders() -> CombinedLoader:
         one_batch = continuing.shuffled(6, batch_size=6)
@@ -69,8 +69,10 @@ def continue_in_a_long_step(rank: int, world_size: int, directory: Path) -> bool
     return resumed.steps == whole.steps[BATCHES_IN_STEP:]
 
 
-def test_a_loader_that_begins_again_in_each_batch_of_a_long_step(tmp_path: Path) -> None:
-    """A callback sets how many batches a step has, and none is lost or repeated."""
+def test_a_loader_that_begins_again_in_each_batch_of_a_long_step_continues(tmp_path: Path) -> None:
+    """A callback sets how many batches a step has. A resumed run repeats the step, and no
+    batch is lost.
+    """
     assert run_ranks(continue_in_a_long_step, 2, tmp_path) == [True, True]
 
 

@@ -7,6 +7,7 @@ plays a cover, ``make nightly`` cases of a new seed (``SWEEP_SEED``, ``SWEEP_COU
 
 import functools
 import inspect
+import itertools
 import os
 import random
 import re
@@ -44,7 +45,7 @@ class Swapping(L.Callback):
     on_validation_end = on_validation_start
 
 
-class Kind(NamedTuple):
+class CallbackKind(NamedTuple):
     """A callback beside which a run is stopped.
 
     Attributes:
@@ -61,35 +62,39 @@ class Kind(NamedTuple):
 # Some are not in every Lightning. Callbacks that do something when an epoch starts do not
 # continue exactly in its middle: StochasticWeightAveraging, BackboneFinetuning and
 # GradientAccumulationScheduler. ModelPruning saves weights that are pruned for good.
-KINDS = {
-    "none": Kind(lambda _: L.Callback()),
-    "saves": Kind(lambda _: callbacks.ModelCheckpoint(), is_daily=False),
-    "save_last": Kind(lambda _: callbacks.ModelCheckpoint(save_last=True), is_logging=True),
-    "save_steps": Kind(
+CALLBACK_KINDS = {
+    "none": CallbackKind(lambda _: L.Callback()),
+    "saves": CallbackKind(lambda _: callbacks.ModelCheckpoint(), is_daily=False),
+    "save_last": CallbackKind(lambda _: callbacks.ModelCheckpoint(save_last=True), is_logging=True),
+    "save_steps": CallbackKind(
         lambda _: callbacks.ModelCheckpoint(every_n_train_steps=2, save_top_k=-1, save_last="link"),
         is_daily=False,
     ),
-    "save_best": Kind(lambda _: callbacks.ModelCheckpoint(monitor="result", save_top_k=2)),
-    "on_exception": Kind(lambda place: callbacks.OnExceptionCheckpoint(place)),
-    "ema": Kind(lambda _: callbacks.EMAWeightAveraging(decay=0.5)),
-    "average": Kind(lambda _: callbacks.WeightAveraging(), is_daily=False),
-    "swapping": Kind(lambda _: Swapping()),
-    "lr_monitor": Kind(lambda _: callbacks.LearningRateMonitor(), is_logging=True, is_daily=False),
-    "early": Kind(lambda _: callbacks.EarlyStopping("result", patience=1, mode="max")),
-    "timer": Kind(lambda _: callbacks.Timer("00:01:00:00")),
-    "lambda": Kind(
+    "save_best": CallbackKind(lambda _: callbacks.ModelCheckpoint(monitor="result", save_top_k=2)),
+    "on_exception": CallbackKind(lambda place: callbacks.OnExceptionCheckpoint(place)),
+    "ema": CallbackKind(lambda _: callbacks.EMAWeightAveraging(decay=0.5)),
+    "average": CallbackKind(lambda _: callbacks.WeightAveraging(), is_daily=False),
+    "swapping": CallbackKind(lambda _: Swapping()),
+    "lr_monitor": CallbackKind(
+        lambda _: callbacks.LearningRateMonitor(), is_logging=True, is_daily=False
+    ),
+    "early": CallbackKind(lambda _: callbacks.EarlyStopping("result", patience=1, mode="max")),
+    "timer": CallbackKind(lambda _: callbacks.Timer("00:01:00:00")),
+    "lambda": CallbackKind(
         lambda _: callbacks.LambdaCallback(
             on_validation_start=lambda *_: None, on_validation_end=lambda *_: None
         ),
         is_daily=False,
     ),
-    "tqdm": Kind(lambda _: callbacks.TQDMProgressBar()),
-    "rich": Kind(lambda _: callbacks.RichProgressBar(), is_daily=False),
-    "throughput": Kind(lambda _: callbacks.ThroughputMonitor(batch_size_fn=len), is_logging=True),
-    "devices": Kind(
+    "tqdm": CallbackKind(lambda _: callbacks.TQDMProgressBar()),
+    "rich": CallbackKind(lambda _: callbacks.RichProgressBar(), is_daily=False),
+    "throughput": CallbackKind(
+        lambda _: callbacks.ThroughputMonitor(batch_size_fn=len), is_logging=True
+    ),
+    "devices": CallbackKind(
         lambda _: callbacks.DeviceStatsMonitor(cpu_stats=True), is_logging=True, is_daily=False
     ),
-    "summary": Kind(lambda _: callbacks.ModelSummary(2), is_daily=False),
+    "summary": CallbackKind(lambda _: callbacks.ModelSummary(2), is_daily=False),
 }
 
 # Hooks.
@@ -211,29 +216,26 @@ class Case:
         return not re.search(FOREIGN[self.function], self.hook)
 
 
-class Stopped(continuing.LongValidated):
-    """A model for all functions of the Trainer."""
+class Stoppable(continuing.LongValidated):
+    """Can be stopped in all functions of the Trainer."""
 
-    samples = 10
+    samples = 10  # of each evaluation
 
     def happens(self, what: str, *results: float) -> None:
-        if not self.trainer.sanity_checking:  # which a resumed run does once more
+        """Record an event, but none of the sanity check, which a resumed run repeats."""
+        if not self.trainer.sanity_checking:
             super().happens(what, *results)
 
     def test_step(self, batch: torch.Tensor, index: int) -> None:
         self.layers(batch)
 
     predict_step = test_step
-
-    def test_dataloader(self) -> Any:
-        return self.val_dataloader()
-
-    predict_dataloader = test_dataloader
+    test_dataloader = predict_dataloader = continuing.LongValidated.val_dataloader
 
 
 # Playing a case on a rank.
 
-sent: list[Case] = []  # cases whose signal this rank has sent
+sent: list[Case] = []  # cases whose signal this process has sent, of all that it plays
 
 
 def send_signal(case: Case) -> None:
@@ -241,17 +243,17 @@ def send_signal(case: Case) -> None:
     os.kill(os.getpid(), signal.Signals[case.signal])
 
 
-class Signalled(Stopped):
+class Signalling(Stoppable):
     """Sends a signal in one of its methods."""
 
     def __init__(self, case: Case, *args: Any) -> None:
         super().__init__(*args)
         method = getattr(self, case.method)
-        calls = iter(range(case.earlier + 1))
+        numbers_of_calls = itertools.count()
 
         @functools.wraps(method)
         def signalling(*args: Any, **kwargs: Any) -> Any:
-            if next(calls, -1) == case.earlier:
+            if next(numbers_of_calls) == case.earlier:
                 send_signal(case)
             return method(*args, **kwargs)
 
@@ -261,10 +263,10 @@ class Signalled(Stopped):
 def signals_of(case: Case, rank: int) -> tuple[Any, list[L.Callback]]:
     """Return the module and the callbacks that send the signal on a rank."""
     if rank != case.rank:
-        return Stopped, []
+        return Stoppable, []
     if case.hook.startswith("module."):
-        return functools.partial(Signalled, case), []
-    return Stopped, [At(case.method, lambda _: send_signal(case), earlier=case.earlier)]
+        return functools.partial(Signalling, case), []
+    return Stoppable, [At(case.method, lambda _: send_signal(case), earlier=case.earlier)]
 
 
 class Ended(NamedTuple):
@@ -274,7 +276,8 @@ class Ended(NamedTuple):
     callback_state: str
 
 
-wholes: dict[str, Ended] = {}  # by callback: a run of these ranks without a signal
+# By the kind of callback: a run without a signal. The cases that a process plays share it.
+wholes: dict[str, Ended] = {}
 
 
 def play(case: Case, rank: int, ranks: int, place: Path) -> str:
@@ -296,9 +299,11 @@ def options_of(case: Case, place: Path) -> dict[str, Any]:
         "num_sanity_val_steps": 1,
         "val_check_interval": 2,
         "log_every_n_steps": 1,
-        "enable_checkpointing": isinstance(KINDS[case.kind].make(place), callbacks.Checkpoint),
+        "enable_checkpointing": isinstance(
+            CALLBACK_KINDS[case.kind].make(place), callbacks.Checkpoint
+        ),
         "enable_progress_bar": case.kind in ("tqdm", "rich"),
-        "logger": KINDS[case.kind].is_logging,
+        "logger": CALLBACK_KINDS[case.kind].is_logging,
         "default_root_dir": place,
     }
 
@@ -309,10 +314,12 @@ def training_of(case: Case, place: Path) -> continuing.Training:
 
 
 def train(
-    case: Case, place: Path, module: Any = Stopped, signalling: Sequence[L.Callback] = ()
+    case: Case, place: Path, module: Any = Stoppable, signalling: Sequence[L.Callback] = ()
 ) -> Ended:
-    """Train from the last checkpoint in a directory, or from the beginning."""
-    callback = KINDS[case.kind].make(place)
+    """Train from the last checkpoint in ``place``, or from the beginning; ``module`` and
+    the callbacks ``signalling`` may send a signal.
+    """
+    callback = CALLBACK_KINDS[case.kind].make(place)
     run = training_of(case, place).run(
         model=module, callbacks=[callback, *signalling], ckpt_path="last"
     )
@@ -344,13 +351,13 @@ def stop_and_resume(case: Case, rank: int, place: Path) -> str:
 
 
 def stop_evaluation(case: Case, rank: int, place: Path) -> str:
-    """Stop an evaluation on all ranks; describe how it did not end as it should."""
+    """Signal an evaluation; describe how it did not stop on all ranks, without a file."""
     L.seed_everything(7, verbose=False)
     module, signalling = signals_of(case, rank)
     trainer = make_trainer(
         make_strategy("ours", place.parent),
         devices=case.ranks,
-        callbacks=[KINDS[case.kind].make(place), *signalling],
+        callbacks=[CALLBACK_KINDS[case.kind].make(place), *signalling],
         **options_of(case, place),
     )
     quiet = {} if case.function == "predict" else {"verbose": False}
@@ -378,7 +385,7 @@ def draw(chance: random.Random) -> Case:
         case = Case(
             hook=chance.choice(HOOKS),
             earlier=chance.choice((0, 0, 1, 3, 8)),
-            kind=chance.choice([*KINDS]),
+            kind=chance.choice([*CALLBACK_KINDS]),
             signal=chance.choice(("SIGTERM", "SIGINT", "SIGUSR1")),
             rank=chance.randrange(ranks),
             ranks=ranks,
@@ -410,15 +417,16 @@ def cover() -> list[Case]:
     """
     chance = random.Random(0)
     cases = [draw(chance) for _ in range(4000)]
-    tried = {case: tried_by(case) for case in cases if KINDS[case.kind].is_daily}
+    tried = {case: tried_by(case) for case in cases if CALLBACK_KINDS[case.kind].is_daily}
     return sweeps.greedy_cover(tried, lambda case: case.ranks)
 
 
 def faults_of(cases: Sequence[Case], directory: Path) -> dict[Case, str]:
-    """Play cases, and describe the faults of those that have some."""
+    """Play cases; describe one rank's fault of each case that has some."""
     played = sweeps.play_cases(play, cases, lambda case: case.ranks, directory)
     faults = {}
     for case, results in played.items():
+        # The result is a text if the ranks died; a rank without a fault has an empty one.
         fault = results if isinstance(results, str) else max(results, key=len)
         if fault:
             faults[case] = fault
@@ -427,7 +435,7 @@ def faults_of(cases: Sequence[Case], directory: Path) -> dict[Case, str]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stopped_run_continues_as_if_uninterrupted(ranks: int, tmp_path: Path) -> None:
-    """Steps, validations and weights are the same, and no rank waits in vain."""
+    """Steps, validations and weights are the same. An evaluation stops without a file."""
     cases = [case for case in sweeps.chosen_cases(Case.parse, cover()) if case.ranks == ranks]
     sweeps.expect_nothing_wrong(faults_of(cases, tmp_path), REPEAT)
 
