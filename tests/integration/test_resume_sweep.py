@@ -230,8 +230,8 @@ class Case:
             "last": length - 1,
             "end": length - 1,
         }
-        even_index = min(4, (length - 2) // 2 * 2)  # no validation is due after this batch
-        return indices.get(stop, even_index)
+        # The other stops are after an even index, where no validation is due.
+        return indices.get(stop, min(4, (length - 2) // 2 * 2))
 
 
 FACTORS: dict[str, tuple[str, ...]] = {

@@ -257,7 +257,7 @@ class Signalling(Stoppable):
                 send_signal(case)
             return method(*args, **kwargs)
 
-        setattr(self, method.__name__, signalling)
+        setattr(self, case.method, signalling)
 
 
 def signals_of(case: Case, rank: int) -> tuple[Any, list[L.Callback]]:
