@@ -37,7 +37,7 @@ def last_on_rank_zero(kind: training.Kind, directory: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", training.KINDS)
 def test_last_is_what_rank_zero_finds(kind: training.Kind, tmp_path: Path) -> None:
     """A rank whose disk has no `last.ckpt` resumes from rank 0's."""
-    for rank in "01":
+    for rank in ("0", "1"):
         (tmp_path / kind / rank).mkdir(parents=True)
     before = checkpointing.train_and_save(tmp_path / kind / "0" / "last.ckpt")
     for state in training.on_ranks(kind, last_on_rank_zero, tmp_path):
@@ -59,7 +59,7 @@ def train_with_a_teacher(kind: training.Kind, directory: Path, teacher: Path) ->
 
 
 def test_last_ignores_a_file_that_a_users_callback_names(tmp_path: Path) -> None:
-    """The run starts anew, although an attribute ``ckpt_path`` names a checkpoint."""
+    """The run starts anew, although a callback's ``ckpt_path`` names a checkpoint."""
     checkpointing.train_and_save(tmp_path / "teacher.ckpt")
     ours, stock = training.on_both(train_with_a_teacher, tmp_path, tmp_path / "teacher.ckpt")
     assert ours == stock == [0, 0]
@@ -69,8 +69,8 @@ STEPS = 4  # of an epoch
 EPOCHS = 10  # so that the ranks have time to agree on a stop
 
 
-class Resumed(NamedTuple):
-    """The steps at which a run began and ended, and its warnings about files."""
+class CommandRun(NamedTuple):
+    """The steps at which a run began and ended, and its warnings about skipped files."""
 
     first_step: int
     last_step: int
@@ -79,7 +79,7 @@ class Resumed(NamedTuple):
 
 def run_command(
     kind: training.Kind, directory: Path, kept: Path, *callbacks: L.Callback
-) -> Resumed:
+) -> CommandRun:
     """Run one command line, from its newest file on."""
     begun: list[int] = []
     begin = training.At("on_train_start", lambda trainer: begun.append(trainer.global_step))
@@ -89,10 +89,10 @@ def run_command(
     trainer = checkpointing.trainer_for(kind, directory, io, [begin, saver, *callbacks], **options)
     with training.warnings_with("skips") as skipped, suppress(SystemExit):
         trainer.fit(Net(), ckpt_path="last")
-    return Resumed(begun[0], trainer.global_step, skipped)
+    return CommandRun(begun[0], trainer.global_step, skipped)
 
 
-def run_until_stopped(kind: training.Kind, directory: Path, kept: Path) -> Resumed:
+def run_until_stopped(kind: training.Kind, directory: Path, kept: Path) -> CommandRun:
     """Send SIGTERM to rank 1 in the second epoch."""
     stop = signalled("on_train_batch_end", STEPS + 1, ranks=[1])
     return run_command(kind, directory, kept, stop)
@@ -109,7 +109,7 @@ def test_last_continues_after_a_preemption(tmp_path: Path) -> None:
     for file in kept.iterdir():
         os.utime(file, (0, 0))
     resumed, _ = training.on_ranks("ours", run_command, tmp_path, kept)
-    assert resumed == Resumed(stopped.last_step, EPOCHS * STEPS, [])
+    assert resumed == CommandRun(first_step=stopped.last_step, last_step=EPOCHS * STEPS, skipped=[])
 
 
 def test_of_files_with_the_same_time_a_stop_checkpoint_is_the_newest(tmp_path: Path) -> None:
@@ -174,9 +174,9 @@ def test_last_is_not_an_older_file_if_the_newest_cannot_be_read(tmp_path: Path) 
     os.utime(tmp_path / "last.ckpt", (0, 0))
     unreadable = tmp_path / "last-preempted.ckpt"
     unreadable.symlink_to("/proc/self/mem")  # where nothing is mapped, reading is an error
-    errors = training.on_ranks("ours", refused_last, tmp_path, tmp_path)
-    assert errors == [errors[0]] * 2
-    assert errors[0].startswith(
+    error, of_rank_1 = training.on_ranks("ours", refused_last, tmp_path, tmp_path)
+    assert of_rank_1 == error
+    assert error.startswith(
         f"CheckpointError: checkpoint {unreadable} could not be read, but may be intact: "
     )
 
@@ -186,10 +186,10 @@ def test_last_is_an_error_if_every_file_is_damaged(tmp_path: Path) -> None:
     checkpointing.train_and_save(tmp_path / "last.ckpt")
     flip(tmp_path / "last.ckpt", "data/1")
     shutil.copy(tmp_path / "last.ckpt", tmp_path / "last-v1.ckpt")
-    errors = training.on_ranks("ours", refused_last, tmp_path, tmp_path)
-    assert errors == [errors[0]] * 2
-    assert errors[0].startswith("DamagedCheckpointError: ")
-    assert "data/1 does not match the recorded CRC" in errors[0]
+    error, of_rank_1 = training.on_ranks("ours", refused_last, tmp_path, tmp_path)
+    assert of_rank_1 == error
+    assert error.startswith("DamagedCheckpointError: ")
+    assert "data/1 does not match the recorded CRC" in error
 
 
 def refused_by_a_server(kind: training.Kind, directory: Path, url: str) -> str:
@@ -212,8 +212,8 @@ def test_a_server_that_never_replies_gets_one_request_of_each_rank(tmp_path: Pat
     """Further requests could take minutes, so all ranks raise the error of rank 0's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}/run"
-        errors = training.on_ranks("ours", refused_by_a_server, tmp_path, url)
+        error, of_rank_1 = training.on_ranks("ours", refused_by_a_server, tmp_path, url)
         assert count_connections(server) == 2
-    assert errors == [errors[0]] * 2
-    assert errors[0].startswith(f"CheckpointError: cannot search {url} for checkpoints: ")
-    assert "check that it can be reached, or pass the path of a checkpoint" in errors[0]
+    assert of_rank_1 == error
+    assert error.startswith(f"CheckpointError: cannot search {url} for checkpoints: ")
+    assert "check that it can be reached, or pass the path of a checkpoint" in error

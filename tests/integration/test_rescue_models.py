@@ -129,11 +129,11 @@ CONTINUING = [
     pytest.param(partial(Momentum, Tensor.copy_), {}, id="momentum by copy_"),
     pytest.param(partial(Momentum, assign), ACCUMULATING, id="momentum by data ="),
     pytest.param(partial(Momentum, assign_inside), ACCUMULATING, id="momentum by data.copy_"),
-    (Normalising, {}),
-    (Clipping, {}),
-    (OtherGenerator, {}),
-    (Skipping, {}),
-    (Streaming, {}),
+    pytest.param(Normalising, {}, id="normalising"),
+    pytest.param(Clipping, {}, id="clipping"),
+    pytest.param(OtherGenerator, {}, id="other generator"),
+    pytest.param(Skipping, {}, id="skipping"),
+    pytest.param(Streaming, {}, id="streaming"),
     pytest.param(Net, {"use_distributed_sampler": False}, id="own draw on each rank"),
 ]
 
@@ -234,7 +234,7 @@ class Averaging(L.Callback):
 
 THIRD_STEP = Kill("on_after_backward", earlier=2)
 SIXTH_STEP = Kill("on_before_backward", earlier=5)
-EIGHTH_CALL = Kill("on_after_backward", earlier=7)
+EIGHTH_CALL = Kill("on_after_backward", earlier=7)  # in the third step of three calls each
 IN_VALIDATION = Kill("on_validation_batch_start", earlier=1)
 IN_SANITY_CHECK = Plan(Kill("on_sanity_check_end"), trainer={"num_sanity_val_steps": 2})
 SUDDEN_MOMENTUM = partial(Momentum, assign_inside, since=SIXTH_STEP.earlier)

@@ -16,8 +16,8 @@ import torch
 from tests.integration.rescuing import BATCHES, EPOCHS, VALIDATION_BATCHES, Kill, Plan, survive
 
 KILLS_OF_A_CHAIN = 3
-FIRST = int(os.environ.get("SOAK_SEED", 0))
-COUNT = int(os.environ.get("SOAK_COUNT", 0)) // KILLS_OF_A_CHAIN
+FIRST_SEED = int(os.environ.get("SOAK_SEED", 0))
+COUNT = int(os.environ.get("SOAK_COUNT", 0)) // KILLS_OF_A_CHAIN  # of chains
 # Moments that a rank passes in a run, and how often at least.
 MOMENTS = {
     "on_train_epoch_start": EPOCHS - 1,
@@ -106,15 +106,16 @@ def draw(seed: int) -> Chain:
     world_size = chance.choice((2, 3))
     options = chance.choice(({}, {"val_check_interval": 5}, {"accumulate_grad_batches": 5}))
     kills = [draw_kill(chance, world_size) for _ in range(KILLS_OF_A_CHAIN)]
-    return Chain(kills, world_size, options, may_miss=True)
+    return Chain(kills, world_size=world_size, trainer=options, may_miss=True)
 
 
 def draw_kill(chance: random.Random, world_size: int) -> Kill:
     """Return the kill of some ranks, but not of all, at a random moment."""
     moment = chance.choice([*MOMENTS])
     ranks = chance.sample(range(world_size), chance.randrange(1, world_size))
-    is_on_writer = moment == "writing"
-    return Kill(moment, chance.randrange(MOMENTS[moment]), [0] if is_on_writer else ranks)
+    if moment == "writing":
+        ranks = [0]  # no other rank writes
+    return Kill(moment, earlier=chance.randrange(MOMENTS[moment]), ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def draw_kill(chance: random.Random, world_size: int) -> Kill:
     [
         *CHAINS,
         *(pytest.param(chain, marks=pytest.mark.nightly) for chain in NIGHTLY_CHAINS),
-        *(draw(seed) for seed in range(FIRST, FIRST + COUNT)),
+        *(draw(seed) for seed in range(FIRST_SEED, FIRST_SEED + COUNT)),
     ],
     ids=str,
 )

@@ -36,6 +36,7 @@ def resume_two_loaders(
     return continuing.generations(training, [point])
 
 
+# Each point is within an optimiser step of two batches, after the end of the shorter loader.
 @pytest.mark.parametrize(
     ("mode", "point"), [("max_size", "train_batch_end-7"), ("max_size_cycle", "train_batch_end-5")]
 )

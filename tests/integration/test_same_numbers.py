@@ -124,20 +124,19 @@ class Case(NamedTuple):
 FIND_UNUSED = {"find_unused_parameters": True}
 LOCAL_AFTER_STEP_2 = PostLocalSGDState(None, None, 2)
 MODEL_AVERAGING = {"ddp_comm_state": LOCAL_AFTER_STEP_2, "model_averaging_period": 2}
-BUCKET_VIEWS = {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}
-OWN_BUFFERS = {"broadcast_buffers": False, "init_sync": False}
-
 SHORT = {"max_epochs": 1}
 CASES = {
     "clipping by hand": Case(ByHand),
     "manual accumulation": Case(Accumulates),
     "a scheduler of every third batch": Case(SchedulesEveryFew),
-    "a closure": Case(WithClosure, {}, FIND_UNUSED),
-    "other parameters on each rank": Case(HalfUsed, SHORT, FIND_UNUSED),
-    "static graph": Case(Accumulates, {}, {"static_graph": True}),
-    "bucket views": Case(Net, SHORT, BUCKET_VIEWS),
-    "own buffers": Case(Net, SHORT, OWN_BUFFERS),
-    "model averaging": Case(Net, {}, MODEL_AVERAGING),
+    "a closure": Case(WithClosure, strategy=FIND_UNUSED),
+    "other parameters on each rank": Case(HalfUsed, SHORT, strategy=FIND_UNUSED),
+    "static graph": Case(Accumulates, strategy={"static_graph": True}),
+    "bucket views": Case(
+        trainer=SHORT, strategy={"gradient_as_bucket_view": True, "bucket_cap_mb": 1}
+    ),
+    "own buffers": Case(trainer=SHORT, strategy={"broadcast_buffers": False, "init_sync": False}),
+    "model averaging": Case(strategy=MODEL_AVERAGING),
 }
 
 
@@ -174,9 +173,9 @@ def test_numbers_are_those_of_stock_ddp(tmp_path: Path) -> None:
 
 ON_OTHER_RANKS = {
     "plain": Case(),
-    "accumulation": Case(Net, {"accumulate_grad_batches": 3}),
+    "accumulation": Case(trainer={"accumulate_grad_batches": 3}),
     "manual accumulation": Case(Accumulates),
-    "bf16-mixed": Case(Net, {"precision": "bf16-mixed", **SHORT}),
+    "bf16-mixed": Case(trainer={"precision": "bf16-mixed", **SHORT}),
     "sparse": Case(Sparse),
 }
 

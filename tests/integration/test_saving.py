@@ -68,6 +68,7 @@ class FullDisk(NamedTuple):
     """How a run saves on a full disk, and which calls raise the error.
 
     Attributes:
+        kind: whose strategy the Trainer has; our checkpoint IO saves in both.
         background: whether saves are in the background.
         catch: whether the callback catches an error.
         epochs: the number of epochs to train.
@@ -153,7 +154,7 @@ def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     assert not list((tmp_path / "ours").glob("*.ckpt"))
 
 
-def fail(trainer: L.Trainer) -> None:
+def fail_on_rank_1(trainer: L.Trainer) -> None:
     if trainer.global_rank == 1:
         raise ValueError("on purpose")
 
@@ -161,9 +162,13 @@ def fail(trainer: L.Trainer) -> None:
 def raises_in_training(
     kind: training.Kind, directory: Path, background: bool, callback: Any
 ) -> str:
+    """Return the error of a training that fails on rank 1 in the third batch."""
     io = RankZeroCheckpointIO(background=background)
     trainer = checkpointing.trainer_for(
-        kind, directory, io, [training.At("on_train_batch_start", fail, earlier=2), callback]
+        kind,
+        directory,
+        io,
+        [training.At("on_train_batch_start", fail_on_rank_1, earlier=2), callback],
     )
     with pytest.raises((ValueError, DDPExtError)) as caught:
         trainer.fit(Net())
@@ -174,10 +179,16 @@ OURS_ON_EXCEPTION = partial(RankZeroCheckpoint, save_on_exception=True, save_las
 
 
 @pytest.mark.parametrize(
-    ("make", "background"), [(OnExceptionCheckpoint, False), (OURS_ON_EXCEPTION, True)]
+    ("make", "background"),
+    [
+        pytest.param(OnExceptionCheckpoint, False, id="Lightning's"),
+        pytest.param(OURS_ON_EXCEPTION, True, id="ours, in the background"),
+    ],
 )
 def test_an_exception_leaves_its_checkpoint(make: Any, background: bool, tmp_path: Path) -> None:
-    """After a failure on one rank, callbacks that save on an exception have their file."""
+    """After a failure on rank 1, a callback that saves on an exception has its file, and
+    rank 0 names the rank.
+    """
     callback = make(dirpath=tmp_path, filename="rest")
     of_rank_0, of_rank_1 = training.on_ranks(
         "ours", raises_in_training, tmp_path, background, callback
@@ -203,7 +214,7 @@ def fails_over_nccl(kind: training.Kind, directory: Path) -> ErrorsAfterAbort:
 
     callbacks = [
         training.At("on_train_start", write_earlier),
-        training.At("on_train_batch_start", fail, earlier=2),
+        training.At("on_train_batch_start", fail_on_rank_1, earlier=2),
         OnExceptionCheckpoint(directory, "rest"),
         RankZeroCheckpoint(directory, save_on_exception=True, save_last=True),
     ]

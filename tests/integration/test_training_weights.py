@@ -39,25 +39,25 @@ class HasBatchHook(L.Callback):
 
 
 @pytest.mark.parametrize(
-    ("model", "callback", "is_noticed"),
+    ("model", "callback", "are_compared"),
     [
-        (Net, L.Callback, False),
-        (HasEvalHook, L.Callback, True),
-        (Net, HasBatchHook, True),
-        (Net, lambda: HangWatchdog(60), False),
+        pytest.param(Net, L.Callback, False, id="no hook"),
+        pytest.param(HasEvalHook, L.Callback, True, id="a hook of the model"),
+        pytest.param(Net, HasBatchHook, True, id="a hook of a callback"),
+        pytest.param(Net, lambda: HangWatchdog(60), False, id="a callback of this package"),
     ],
 )
-def test_weights_that_a_hook_swaps_in_do_not_match_the_trained_ones(
-    model: Callable[[], Net], callback: Callable[[], L.Callback], is_noticed: bool
+def test_weights_are_compared_if_a_users_hook_may_swap_them(
+    model: Callable[[], Net], callback: Callable[[], L.Callback], are_compared: bool
 ) -> None:
-    """Without a user's hook that may swap weights, nothing is compared."""
+    """Other weights then do not match the trained ones; without such a hook they do."""
     validated = model()
     weights = before_validation(validated, callback())
     assert weights.match(validated)
     with torch.no_grad():
         validated.layers[0].weight.neg_()
     for with_buffers in (True, False):
-        assert weights.match(validated, with_buffers=with_buffers) != is_noticed
+        assert weights.match(validated, with_buffers=with_buffers) is not are_compared
 
 
 class Buffers(Net):

@@ -121,13 +121,13 @@ CASES = {
 }
 
 
-def run_cases(rank: int, world_size: int, directory: Path) -> dict[str, list[Run]]:
+def run_cases(rank: int, world_size: int, directory: Path) -> dict[str, dict[str, Run]]:
     """Return the runs on uneven data, and on data that are cut to equal lengths."""
     return {
-        name: [
-            case.training(rank, directory).run(),
-            case.training_on_cut_data(rank, directory).run(),
-        ]
+        name: {
+            "uneven": case.training(rank, directory).run(),
+            "cut": case.training_on_cut_data(rank, directory).run(),
+        }
         for name, case in CASES.items()
     }
 
@@ -135,16 +135,17 @@ def run_cases(rank: int, world_size: int, directory: Path) -> dict[str, list[Run
 def test_an_epoch_ends_as_if_no_rank_had_more_data_than_the_shortest(tmp_path: Path) -> None:
     """A run is the same as on data that are cut to equal lengths.
 
-    Steps, validations, ends of epochs, counts and weights are equal.
+    Steps, validations, ends of epochs, counts and weights are equal, and the weights also
+    on both ranks.
     """
     first, second = run_ranks(run_cases, 2, tmp_path)
     for name in CASES:
-        for uneven, cut in (first[name], second[name]):
-            assert uneven.steps == cut.steps, name
-            assert uneven.events == cut.events, name
-            assert uneven.counts == cut.counts, name
-            assert torch.equal(uneven.weights, cut.weights), name
-        assert torch.equal(first[name][0].weights, second[name][0].weights), name
+        for runs in (first[name], second[name]):
+            assert runs["uneven"].steps == runs["cut"].steps, name
+            assert runs["uneven"].events == runs["cut"].events, name
+            assert runs["uneven"].counts == runs["cut"].counts, name
+            assert torch.equal(runs["uneven"].weights, runs["cut"].weights), name
+        assert torch.equal(first[name]["uneven"].weights, second[name]["uneven"].weights), name
 
 
 def resume(rank: int, world_size: int, directory: Path, loaders: Loaders) -> dict[str, str]:

@@ -67,13 +67,16 @@ def train(
     rank: int,
     world_size: int,
     directory: Path,
-    time_of_a_batch: timedelta,
+    time_on_rank_1: timedelta,
     dataset: Dataset[Any],
     check_val_every_n_epoch: int | None,
 ) -> list[int]:
-    """Return the numbers of batches after which this rank validated."""
+    """Return the numbers of batches after which this rank validated.
+
+    A batch takes ``TIME_OF_A_BATCH`` by rank 0's clock, and ``time_on_rank_1`` there.
+    """
     clock = FastClock()
-    model = Timed(clock, TIME_OF_A_BATCH if rank == 0 else time_of_a_batch, dataset)
+    model = Timed(clock, TIME_OF_A_BATCH if rank == 0 else time_on_rank_1, dataset)
     options = {
         "max_epochs": EPOCHS,
         "num_sanity_val_steps": 0,
