@@ -633,11 +633,12 @@ def fault_in_epochs_from(epoch: int, case: Case, seconds: list[Played]) -> str:
 def fault_in_rest(case: Case, epoch: int, firsts: list[Played], seconds: list[Played]) -> str:
     """Check that an epoch's rest has each sample of the loader that ends it."""
     source = case.sources[1 if case.loaders == "min_size" else 0]
+    own_samples = range(source.first_sample, source.first_sample + source.samples)
 
     def count(steps_by_rank: Iterable[list[Step]]) -> Counter[int]:
         steps = [step for steps in steps_by_rank for step in steps if step.epoch == epoch]
         samples = continuing.samples_of(steps)
-        return Counter(sample for sample in samples if sample // 100 * 100 == source.first_sample)
+        return Counter(sample for sample in samples if sample in own_samples)
 
     whole = count(played.whole for played in firsts)
     read = count(played.steps for played in (*firsts, *seconds))
