@@ -62,14 +62,12 @@ class Survey:
         reporter: describes this rank.
         hang_reported_at: the ``time.monotonic()`` at which this rank last replied to a
             watchdog's survey.
-        publish: called with the event and the findings of a watchdog's survey, on the
-            rank that collected them; returns whether all ranks stop.
     """
 
     def __init__(self, context: ProcessContext) -> None:
         self.reporter = Reporter(context)
         self.hang_reported_at = 0.0
-        self.publish: Callable[[PeerEvent, Findings], bool] = lambda event, findings: True
+        self._publish: Callable[[PeerEvent, Findings], bool] = lambda event, findings: True
         self._peers = context.peers
         self._groups = context.groups
         self._seconds = context.peers.timeouts.answer
@@ -86,6 +84,22 @@ class Survey:
             is_waiting=lambda: bool(self.reporter.open_calls()),
             report=self._report,
         )
+
+    def attach_watchdog(
+        self,
+        *,
+        report: Callable[[], Report],
+        publish: Callable[[PeerEvent, Findings], bool],
+    ) -> None:
+        """Let a watchdog of this rank report on it, and publish what a survey finds.
+
+        Args:
+            report: returns a report with this rank's activity and progress.
+            publish: called with the event and the findings of a watchdog's survey, on
+                the rank that collected them; returns whether all ranks stop.
+        """
+        self.reporter.describe = report
+        self._publish = publish
 
     # For any thread except the channel's; most of these calls take several seconds.
 
@@ -154,7 +168,7 @@ class Survey:
             event = findings.silent_rank(wait) or findings.rank_outside_collective(wait)
         else:
             event = findings.silent_rank(wait)
-        if event is not None and (kind != "hang" or self.publish(event, findings)):
+        if event is not None and (kind != "hang" or self._publish(event, findings)):
             self._peers.report(event)
 
     def _report(self, kind: Kind) -> dict[str, Any]:

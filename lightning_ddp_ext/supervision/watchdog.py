@@ -43,10 +43,6 @@ class Watchdog:
         directory: the directory in which diagnoses are written.
         describe: returns the main thread's activity and progress, given its innermost
             frame.
-
-    Attributes:
-        moved_at: the ``time.monotonic()`` of the last progress; set by the code that is
-            watched.
     """
 
     def __init__(
@@ -59,48 +55,57 @@ class Watchdog:
         directory: Path,
         describe: Callable[[FrameType | None], tuple[str, str]],
     ) -> None:
-        self.moved_at = time.monotonic()
         self._who = who
         self._survey = survey
         self._timeout = timeout
         self._on_hang = on_hang
         self._directory = directory
         self._describe = describe
-        self._woke_up_at = self.moved_at  # when the timeout last expired
+        # Each is the time.monotonic() of an event that restarts the timeout.
+        self._moved_at = time.monotonic()
+        self._expired_at = self._moved_at
         self._has_stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ddpx-watchdog", daemon=True)
 
     def start(self) -> None:
         """Start watching."""
         if self._survey is not None:
-            self._survey.reporter.describe = self._report
-            self._survey.publish = self._publish
+            self._survey.attach_watchdog(report=self._report, publish=self._publish)
         self._thread.start()
+
+    def record_progress(self) -> None:
+        """Restart the timeout; the code that is watched calls this."""
+        self._moved_at = time.monotonic()
 
     def stop(self) -> None:
         """Stop watching; surveys then report that this rank has left the watched code."""
+        self.record_progress()  # leaving the code is the last progress
         self._has_stopped.set()
-        self.moved_at = time.monotonic()
-        self._describe = lambda frame: ("code after the Trainer's run", "")
         self._thread.join(timeout=1.0)
 
     def _watch(self) -> None:
-        while not self._has_stopped.wait(self._seconds_left()):
-            late = -self._seconds_left()
-            if late < 0:
+        while not self._has_stopped.wait(self._expires_at() - time.monotonic()):
+            expires_at = self._expires_at()
+            now = time.monotonic()
+            if now < expires_at:  # progress was recorded while this thread waited
                 continue
-            self._woke_up_at = time.monotonic()
+            self._expired_at = now
             # If the process was stopped and continued, it gets another timeout.
-            if late <= _OVERSLEPT:
+            if now <= expires_at + _OVERSLEPT:
                 self._diagnose()
 
-    def _seconds_left(self) -> float:
+    def _expires_at(self) -> float:
+        """Return the ``time.monotonic()`` at which the timeout expires."""
         # The first rank whose timeout expires makes the diagnosis for all.
         diagnosed_at = 0.0 if self._survey is None else self._survey.hang_reported_at
-        started_at = max(self.moved_at, self._woke_up_at, diagnosed_at)
-        return started_at + self._timeout - time.monotonic()
+        return max(self._moved_at, self._expired_at, diagnosed_at) + self._timeout
 
     def _diagnose(self) -> None:
+        """Publish the stuck rank, if any.
+
+        With a survey, rank 0 calls ``_publish`` of its own watchdog, or this rank does
+        if rank 0 does not reply.
+        """
         if self._survey is not None:
             self._survey.request("hang")
             return
@@ -126,12 +131,20 @@ class Watchdog:
         return is_abort
 
     def _report(self) -> Report:
+        idle = time.monotonic() - self._moved_at
+        if self._has_stopped.is_set():
+            return report_of(
+                self._who,
+                idle=idle,
+                makes_no_progress=True,
+                doing="code after the Trainer's run",
+                stacks=all_stacks(),
+            )
         doing, progress = self._describe(main_frame())
-        idle = time.monotonic() - self.moved_at
         return report_of(
             self._who,
             idle=idle,
-            makes_no_progress=self._has_stopped.is_set() or idle >= self._timeout,
+            makes_no_progress=idle >= self._timeout,
             doing=doing,
             progress=progress,
             stacks=all_stacks(),

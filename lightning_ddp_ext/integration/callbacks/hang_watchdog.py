@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -80,14 +79,12 @@ class HangWatchdog(pl.Callback):
         on_hang: OnHang = "abort",
         directory: str | PathLike[str] | None = None,
     ) -> None:
-        if timeout is None:
+        if timeout is None:  # to_timedelta allows it
             raise ConfigurationError("timeout must be a duration (got None); write timeout=600")
         self.timeout = to_timedelta(timeout, field="timeout")
         check_choice("on_hang", on_hang, *get_args(OnHang))
-        if directory is not None and "://" in os.fspath(directory):
-            raise ConfigurationError(
-                f"directory must be local (got {os.fspath(directory)!r}); pass a local path"
-            )
+        if directory is not None:
+            _local_path(directory, field="directory")
         self.on_hang = on_hang
         self.directory = directory
         self._watchdog: Watchdog | None = None
@@ -103,12 +100,6 @@ class HangWatchdog(pl.Callback):
         if rank_debugger_of(trainer) is not None:
             rank_zero_info("HangWatchdog is off while a rank is being debugged")
             return
-        directory = os.fspath(self.directory or trainer.default_root_dir)
-        if "://" in directory:
-            raise ConfigurationError(
-                f"HangWatchdog needs a local directory (got default_root_dir={directory!r}); pass a"
-                " local path as directory="
-            )
         session = current_session()
 
         def describe(frame: FrameType | None) -> tuple[str, str]:
@@ -119,14 +110,16 @@ class HangWatchdog(pl.Callback):
             None if session is None else session.survey,
             timeout=self.timeout.total_seconds(),
             on_hang=self.on_hang,
-            directory=Path(directory),
+            directory=_local_path(
+                self.directory or trainer.default_root_dir, field="default_root_dir"
+            ),
             describe=describe,
         )
         self._watchdog.start()
 
     def _record_progress(self, *args: Any, **kwargs: Any) -> None:
         if self._watchdog is not None:
-            self._watchdog.moved_at = time.monotonic()
+            self._watchdog.record_progress()
 
     def _stop_watching(self, *args: Any, **kwargs: Any) -> None:
         if self._watchdog is not None:
@@ -134,6 +127,15 @@ class HangWatchdog(pl.Callback):
             self._watchdog = None
 
     teardown = on_exception = _stop_watching
+
+
+def _local_path(directory: str | PathLike[str], *, field: str) -> Path:
+    path = os.fspath(directory)
+    if "://" in path:
+        raise ConfigurationError(
+            f"{field} must be local (got {path!r}); pass a local path to HangWatchdog as directory="
+        )
+    return Path(path)
 
 
 def _watchdogs_of(trainer: Any) -> list[HangWatchdog]:
@@ -149,7 +151,9 @@ def report_progress(trainer: pl.Trainer) -> None:
         watchdog._record_progress()
 
 
-# Each hook that begins or ends something, or that handles a checkpoint, is progress.
+# Each hook that begins or ends something, or that handles a checkpoint, is progress: for
+# example, on_train_batch_end and on_save_checkpoint. The hooks within a batch, such as
+# on_after_backward, are not, since the batch's end follows soon.
 for _name in dir(pl.Callback):
     if re.fullmatch(r"on_\w+_(start|end|checkpoint)", _name):
         setattr(HangWatchdog, _name, HangWatchdog._record_progress)
