@@ -14,13 +14,13 @@ from lightning_ddp_ext.rank_lists import activities_in_words, grouped
 from lightning_ddp_ext.rendezvous.named_barrier import SAME_CALLS, remedies_of
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.request import RankInfo
-from lightning_ddp_ext.supervision.flight_recorder import Collective, GroupProgress
+from lightning_ddp_ext.supervision.flight_recorder import Collective, GroupProgress, Purpose
 from lightning_ddp_ext.supervision.report import Report
 
 # Functions whose inputs must have the same number of elements on all ranks.
 _OF_SAME_SIZE = ("all_reduce", "broadcast", "reduce")
 _COMPUTING = 0.01  # seconds of processor time between two surveys; a thread that waits takes none
-_REMEDIES = {
+_REMEDIES: dict[Purpose, str] = {
     "logged values": "log the same values in the same number of steps on every rank",
     "metric": (
         "compute the metric on every rank, and let every rank run the same number of evaluation"
@@ -39,8 +39,8 @@ class Deadlock:
     """Ranks that wait for each other in different calls.
 
     Attributes:
-        reports: the reports of these ranks.
-        calls: the call of each of these ranks, with file and line.
+        reports: the reports of these ranks, in the order of ranks.
+        calls: the call of each of these ranks, in this order, with file and line.
     """
 
     reports: list[Report]
@@ -69,14 +69,14 @@ class Deadlock:
         """Whether a later survey found the same calls, with no blocked rank computing since."""
         if later is None or self.calls != later.calls:
             return False
-        pairs = zip(self.reports, later.reports, strict=True)
+        pairs = zip(self.reports, later.reports, strict=True)  # of the same ranks as in calls
         seconds = [new.cpu_seconds - old.cpu_seconds for old, new in pairs if new.is_blocked]
         return max(seconds, default=0.0) < _COMPUTING
 
 
 def deadlock_in(reports: Sequence[Report]) -> Deadlock | None:
     """Return a deadlock that is certain, if any."""
-    return mismatch_in(reports) or _circle_in(reports)
+    return mismatch_in(reports) or _circular_wait_in(reports)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _entered_by_ranks(reports: Sequence[Report], group: str, number: int) -> lis
     entered = []
     for report in reports:
         progress = report.progress_in(group)
-        if progress is not None and str(number) in progress.recent:
+        if progress is not None and progress.has_entered(number):
             entered.append(_Entered(report, progress, number))
     return entered
 
@@ -140,20 +140,26 @@ def _differ(one: Collective, other: Collective) -> bool:
 # Ranks that wait for each other.
 
 
-def _circle_in(reports: Sequence[Report]) -> Deadlock | None:
+def _circular_wait_in(reports: Sequence[Report]) -> Deadlock | None:
     """Return the blocked ranks that wait for each other, if any.
 
     For example, rank 0 waits in an ``all_reduce`` that rank 1 has not entered, and rank
     1 in a named barrier that rank 0 has not entered. If rank 1 were computing, rank 0
     could continue later.
     """
-    stuck = [report for report in reports if report.is_blocked]
-    # A rank that turns out not to be stuck may let those continue that wait for it.
-    while (part := [each for each in stuck if _waits_for_any(each, stuck)]) != stuck:
-        stuck = part
+    blocked = [report for report in reports if report.is_blocked]
+    stuck = _waiting_for_each_other(blocked)
+    # A rank that turns out not to be stuck may make the call that others wait for.
+    while len(stuck) < len(blocked):
+        blocked = stuck
+        stuck = _waiting_for_each_other(blocked)
     if not stuck:
         return None
     return Deadlock(stuck, {report.who: _call_of(report) for report in stuck})
+
+
+def _waiting_for_each_other(reports: Sequence[Report]) -> list[Report]:
+    return [report for report in reports if _waits_for_any(report, reports)]
 
 
 def _waits_for_any(report: Report, others: Collection[Report]) -> bool:

@@ -1,6 +1,7 @@
 """Find the rank that others wait for, from the reports of all ranks.
 
-For a watchdog, ``Findings.stuck_rank`` applies the first of these rules that fits:
+``survey`` chooses the rule by the kind of survey. For a watchdog,
+``Findings.stuck_rank`` applies the first of these rules that fits:
 
 =====================================================  ================================
 Findings                                               Result
@@ -120,13 +121,18 @@ def _absent_from_collective(reports: Sequence[Report]) -> PeerEvent | None:
     group before the others. A rank whose recorder did not answer in time may have
     entered it, and is not reported.
     """
-    pending = [progress for report in reports for progress in report.unfinished]
-    for progress in sorted(pending, key=lambda each: (each.label, each.group, each.pending)):
-        not_seen = [report for report in reports if report.is_missing_in(progress)]
-        if not_seen:
-            absent = [report for report in not_seen if report.groups]
-            return _absent(progress, absent, reports) if absent else None
-    return None
+    unfinished = [progress for report in reports for progress in report.unfinished]
+    unfinished.sort(key=lambda each: (each.label, each.group, each.pending))
+    with_missing_rank = (
+        progress
+        for progress in unfinished
+        if any(report.is_missing_in(progress) for report in reports)
+    )
+    first = next(with_missing_rank, None)
+    if first is None:
+        return None
+    absent = [report for report in reports if report.groups and report.is_missing_in(first)]
+    return _absent(first, absent, reports) if absent else None
 
 
 def _absent(
@@ -135,12 +141,8 @@ def _absent(
     """Return the event of one of the ranks that did not enter a collective."""
     # A rank that is not waiting for others is closer to the cause.
     first = min(absent, key=lambda report: (report.waits, report.who.rank))
-    waiting = [
-        report
-        for report in reports
-        if report is not first
-        and progress.group in [pending.group for pending in report.unfinished]
-    ]
+    others = [report for report in reports if report is not first]
+    waiting = [report for report in others if _waits_in(report, progress.group)]
     seconds = max(report.idle for report in waiting)
     ranks = ranks_in_words(report.who.rank for report in waiting)
     return event_of(
@@ -149,6 +151,10 @@ def _absent(
         f"{first.who} never entered {progress.describe(progress.pending)}; it is in"
         f" {_activity(first)}; {ranks} waited for it for {seconds:.0f} s",
     )
+
+
+def _waits_in(report: Report, group: str) -> bool:
+    return any(progress.group == group for progress in report.unfinished)
 
 
 def _slowest(stalled: Sequence[Report]) -> PeerEvent:

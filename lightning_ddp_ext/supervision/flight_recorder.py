@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,9 @@ _DUMPED_WITHIN = 2.0  # seconds; shorter than the time in which a rank must repl
 # The share of its timeout after which a collective counts as timed out. A rank may have
 # entered its last collective a little after the one that timed out.
 _SHARE_OF_TIMEOUT = 0.9
+Purpose = Literal["logged values", "metric", "backward", ""]
 # Parts of paths of files on the stack of a collective, which reveal its purpose.
-_PURPOSES = {
+_PURPOSES: dict[str, Purpose] = {
     "/lightning_ddp_ext/reductions/": "logged values",
     "/torchmetrics/": "metric",
     "/torch/autograd/": "backward",
@@ -54,8 +55,8 @@ class Collective:
     """The number of elements of its inputs."""
     place: str = ""
     """File and line in the user's code."""
-    purpose: str = ""
-    """Its purpose, as far as its stack reveals it."""
+    purpose: Purpose = ""
+    """Its purpose; empty if its stack does not reveal it."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,10 @@ class GroupProgress:
         """Restore the progress from the result of ``dataclasses.asdict``."""
         recent = {number: Collective(**fields) for number, fields in values["recent"].items()}
         return cls(**{**values, "recent": recent})
+
+    def has_entered(self, number: int) -> bool:
+        """Whether this rank entered a collective, which is still among the latest."""
+        return str(number) in self.recent
 
     def collective(self, number: int) -> Collective:
         """Return a collective by its number."""
@@ -278,7 +283,7 @@ def _collective(entry: _Entry) -> Collective:
     )
 
 
-def _purpose_in(stack: list[dict[str, Any]]) -> str:
+def _purpose_in(stack: list[dict[str, Any]]) -> Purpose:
     for path, purpose in _PURPOSES.items():
         if any(path in frame["filename"] for frame in stack):
             return purpose
