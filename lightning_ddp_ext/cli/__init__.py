@@ -13,7 +13,7 @@ from typing import Any
 from lightning_ddp_ext import __version__
 from lightning_ddp_ext.cli.checkpoints import verify
 from lightning_ddp_ext.cli.environment import env
-from lightning_ddp_ext.cli.self_test import test
+from lightning_ddp_ext.cli.self_test import run_self_test
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -42,7 +42,10 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     test_parser = _add(
-        commands, "test", test, "test that ranks can connect, reduce, save, verify and restore"
+        commands,
+        "test",
+        run_self_test,
+        "test that ranks can connect, reduce, save, verify and restore",
     )
     test_parser.add_argument(
         "--devices", type=int, default=2, help="ranks to start, unless a launcher does (default: 2)"

@@ -67,35 +67,46 @@ class ChildScripts:
         The time is shorter after an exception.
 
         Returns:
-            The status of the failed child with the lowest local rank, as shells write
-            it. ``None`` if none failed, or if an exception has set this process's own.
+            The exit status that this process takes over from the failed child with the
+            lowest local rank, as shells write it. ``None`` if it keeps its own: no
+            child failed, or this process raised.
         """
         if _has_raised():
-            with suppress(KeyboardInterrupt):
+            with suppress(KeyboardInterrupt):  # stop_processes has then killed the children
                 stop_processes(self.children, END_WITHIN, self.save_within)
             return None
-        why_killed = f"did not exit within {self.exit_within:g} s and was killed"
+        reason = f"did not exit within {self.exit_within:g} s and was killed"
         try:
             wait_for_exits(self.children, self.exit_within)
         except KeyboardInterrupt:
-            why_killed = "was killed after Ctrl-C"
-        killed = [child for child in self.children if child.poll() is None]
-        for child in killed:
+            reason = "was killed after Ctrl-C"
+        why_killed = {child: reason for child in self.children if child.poll() is None}
+        for child in why_killed:
             child.kill()
-        wait_for_exits(killed, END_WITHIN)
+        wait_for_exits(list(why_killed), END_WITHIN)
+        return self._report_failure(why_killed)
+
+    def _report_failure(self, why_killed: dict[subprocess.Popen[bytes], str]) -> int | None:
+        """Print how the failed child with the lowest local rank ended; return its status.
+
+        Print nothing for a child that stopped in order after a signal.
+        """
         for local_rank, child in enumerate(self.children, start=1):
-            status = -signal.SIGKILL if child in killed else child.returncode
+            status = -signal.SIGKILL if child in why_killed else child.returncode
             if status == 0:
                 continue
-            if status not in STOP_STATUSES:  # otherwise it has stopped in order after a signal
-                verdict = why_killed if child in killed else status_in_words(status)
+            if status not in STOP_STATUSES:
+                verdict = why_killed.get(child, status_in_words(status))
                 sys.stderr.write(f"local rank {local_rank} (pid {child.pid}) {verdict}\n")
             return status if status > 0 else status_of(-status)
         return None
 
 
 def _has_raised() -> bool:
-    """Whether an exception other than ``SystemExit`` ends this process."""
+    """Whether an exception other than ``SystemExit`` ends this process.
+
+    Python stores it in ``sys.last_value`` before it calls exit handlers.
+    """
     return getattr(sys, "last_value", None) is not None
 
 

@@ -44,7 +44,8 @@ class RankProcesses:
     Args:
         context: torch's object for the started processes.
         failed_at: by process, the ``time.monotonic()`` at which it raised an exception
-            that no other rank caused; otherwise 0. The processes share this memory.
+            that no other rank caused; 0 for a process that raised none. The processes
+            share this memory.
         results_file: the file that local rank 0 writes if it succeeds.
         stop_within: the seconds in which the ranks must stop together after a signal,
             or save after a failure.
@@ -140,7 +141,11 @@ class RankProcesses:
                 return
 
     def _stop_status(self, indices: Sequence[int]) -> int | None:
-        """Return the common status of exited processes if a signal stopped all of them."""
+        """Return the exit status of processes if a signal stopped all of them in order.
+
+        They then exited with the same status and without an exception; otherwise,
+        return ``None``.
+        """
         statuses = {self._processes[index].exitcode for index in indices}
         has_raised = any(self._reported_traceback(index) is not None for index in indices)
         if has_raised or not statuses <= STOP_STATUSES:
@@ -168,7 +173,11 @@ class RankProcesses:
         return (Blame.KILLED if is_killed else Blame.EXITED), 0.0
 
     def _error_of(self, index: int) -> Exception:
-        """Return the error to raise for a process that failed."""
+        """Return the error to raise for a process that failed.
+
+        For a process that raised, but was killed before it had written its traceback,
+        the error names the signal.
+        """
         pid = self._processes[index].pid
         status = self._processes[index].exitcode
         traceback = self._reported_traceback(index)

@@ -183,7 +183,7 @@ OF_CALLBACKS: list[tuple[type[Callback], dict[str, Any], str]] = [
     (
         HangWatchdog,
         {"timeout": 9, "directory": "s3://a"},
-        "directory must be local (got 's3://a'); pass a local path to HangWatchdog",
+        "HangWatchdog needs a local directory (got directory='s3://a'); pass a local path",
     ),
     (HangWatchdog, {"timeout": None}, "timeout must be a duration (got None)"),
     (RankDebugger, {"rank": "1"}, "rank must be an integer of at least 0 (got '1')"),

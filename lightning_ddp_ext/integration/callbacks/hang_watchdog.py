@@ -133,7 +133,8 @@ def _local_path(directory: str | PathLike[str], *, field: str) -> Path:
     path = os.fspath(directory)
     if "://" in path:
         raise ConfigurationError(
-            f"{field} must be local (got {path!r}); pass a local path to HangWatchdog as directory="
+            f"HangWatchdog needs a local directory (got {field}={path!r}); pass a local path as"
+            " directory="
         )
     return Path(path)
 

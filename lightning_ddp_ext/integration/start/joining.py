@@ -88,17 +88,19 @@ class Rendezvous:
         """Return the variables that started ranks need to connect.
 
         These do not include the init method. On one node without an address, the kernel
-        chooses a free port, so this process does not have to guess one.
+        chooses a free port, so this process does not have to guess one. The started
+        ranks choose in the same way, in ``_make_endpoint``.
         """
-        method = self.init_method
-        if isinstance(method, File):
+        if isinstance(self.init_method, File):
             return {}
-        has_address = _is_overridden("main_address", environment) or _is_overridden(
-            "main_port", environment
+        has_address = (
+            isinstance(self.init_method, Tcp)
+            or _is_overridden("main_address", environment)
+            or _is_overridden("main_port", environment)
         )
-        if num_nodes > 1 or isinstance(method, Tcp) or has_address:
-            return self._address_variables(environment)
-        return {PRIVATE_FILE: temporary_path()}
+        if num_nodes == 1 and not has_address:
+            return {PRIVATE_FILE: temporary_path()}
+        return self._address_variables(environment)
 
     def missing_variables(self, environment: ClusterEnvironment) -> dict[str, str]:
         """Return the variables with rank 0's address that a launcher has not set.
@@ -107,7 +109,7 @@ class Rendezvous:
         """
         if {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             return {}
-        # :meth:`join` raises any error, if the ranks need an address and are not connected.
+        # :meth:`join` raises any error again, if the ranks need an address to connect.
         with suppress(Exception):
             return self._address_variables(environment)
         return {}
@@ -120,7 +122,9 @@ class Rendezvous:
     def join(self, strategy: RankDevicesStrategy, *, is_debugged: bool) -> None:
         """Connect the ranks and create the process group, unless that has happened.
 
-        Log the first group of this process. Collective: every rank must call it.
+        Log the first group of this process, and print exceptions of other ranks in one
+        line from now on. Under torchrun and Open MPI, also exit with the launcher.
+        Collective: every rank must call it.
 
         Args:
             strategy: the strategy of a Trainer.
@@ -134,18 +138,18 @@ class Rendezvous:
         """
         if launcher_of(os.environ) in (TORCHRUN, OPEN_MPI):
             watch_launcher(os.getppid())  # other launchers stop their ranks themselves
-        is_first = current() is None
         request = self._request(strategy)
+        # Connecting changes both.
+        is_first = current() is None
         hook = sys.excepthook
         session = start_session(without_limits(request) if is_debugged else request)
-        if session is not None:
-            install_excepthook(hook)
-            if is_first:
-                size = request.world.world_size
-                where = request.init_method
-                rank_zero_info(
-                    f"process group: {request.backend}, {size} rank{'s' * (size > 1)}, {where}"
-                )
+        if session is None:  # other code opened the process group
+            return
+        install_excepthook(hook)
+        if is_first:
+            size = request.world.world_size
+            ranks = "1 rank" if size == 1 else f"{size} ranks"
+            rank_zero_info(f"process group: {request.backend}, {ranks}, {request.init_method}")
 
     def release_address(self) -> None:
         """Stop listening at rank 0's address, where the script may open its own group."""
