@@ -1,27 +1,22 @@
 """Training with each launcher and init method, on one node and on two, equals stock.
 
-This module is also the script that is launched. Processes of the harness are the
-script, or the launcher that starts it: they have imported torch and Lightning already.
+Processes of the harness run the ``script``, or the launcher that starts it: they have
+imported torch and Lightning already.
 """
 
 import json
-import os
 import re
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch.distributed as dist
 import torch.distributed.run
 
-from lightning_ddp_ext import DDPExtStrategy
-from lightning_ddp_ext.rendezvous.process_context import leave
 from tests.harness.environment import by_mpirun, by_srun, loopback
 from tests.harness.network import Network
 from tests.harness.ranks import (
@@ -31,89 +26,11 @@ from tests.harness.ranks import (
     launch_ranks,
     output_of_all,
 )
-from tests.harness.scripts import print_line
-from tests.harness.training import At, Kind, Net, fingerprint, make_strategy, make_trainer, on_ranks
+from tests.harness.training import Kind, make_strategy, on_ranks
+from tests.launchers import script
 
 METHODS = ("env", "tcp", "file")
 ROOT = str(Path(__file__).parents[2])
-
-# The script. Its only argument has the options of ``main`` as JSON. It prints reports as
-# lines of JSON: "trained" on each rank at the end of training, and "returned" in each
-# process after the calls of the Trainer.
-
-
-def main(
-    urls: Sequence[str | None],
-    calls: Sequence[str] = ("fit",),
-    death: dict[str, int] | None = None,
-    strategy: dict[str, Any] | None = None,
-    **options: Any,
-) -> None:
-    """Train once for each URL; the ranks disconnect before each training.
-
-    Args:
-        urls: the init methods; ``None`` for no choice.
-        calls: the methods of each Trainer that are called; the first one is ``fit``.
-        death: the "rank" that is killed in the second step, the number of torchrun's
-            "restart", and the index of the "run" among the trainings; by default none.
-        strategy: further options of the strategy.
-        options: the Trainer's options.
-    """
-    for run, url in enumerate(urls):
-        leave()
-        kill = At("on_train_batch_start", partial(die, death, run), earlier=1)
-        tell = At("on_train_end", partial(report_rank, run, url))
-        chosen = {**(strategy or {}), **({} if url is None else {"init_method": url})}
-        ours = DDPExtStrategy(**chosen) if chosen else "ddp_ext"
-        weights, results = learn(ours, calls, callbacks=[kill, tell], **options)
-        report("returned", run=run, weights=weights, results=results)
-
-
-def learn(strategy: Any, calls: Sequence[str], **options: Any) -> tuple[str, list[Any]]:
-    """Call a Trainer's methods, of which the first is ``fit``.
-
-    Return the fingerprint of the weights, and the results of the methods after ``fit``.
-    """
-    L.seed_everything(5)
-    model = Net()
-    trainer = make_trainer(strategy, **options)
-    _, *results = [getattr(trainer, name)(model) for name in calls]
-    return fingerprint(model), results
-
-
-def die(death: dict[str, int] | None, run: int, trainer: L.Trainer) -> None:
-    """Kill this process if ``death`` names its rank, restart and run."""
-    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    if death == {"rank": trainer.global_rank, "restart": restart, "run": run}:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def report_rank(run: int, url: str | None, trainer: L.Trainer) -> None:
-    """Report this rank's place and weights, and how it found the others."""
-    place = {
-        "world_size": trainer.world_size,
-        "local_rank": trainer.local_rank,
-        "node_rank": trainer.node_rank,
-    }
-    scheme, _, path = (url or "").partition("://")
-    files = os.listdir(os.path.dirname(path)) if scheme == "file" else []
-    report(
-        "trained",
-        run=run,
-        rank=trainer.global_rank,
-        place=place,
-        pid=os.getpid(),
-        weights=fingerprint(trainer.lightning_module),
-        files=files,
-        has_address="MASTER_ADDR" in os.environ,
-    )
-
-
-def report(what: str, **facts: Any) -> None:
-    print_line(json.dumps({"what": what, **facts}))
-
-
-# The tests.
 
 
 class Runs:
@@ -131,9 +48,14 @@ class Runs:
         self._directory = directory
         self._nodes = nodes
         self._ranks = 2 * nodes
-        made = {"none": "env://", "env": "env://", "tcp": f"tcp://127.0.0.1:{free_port()}"}
-        made |= {"file": f"file://{directory}/store", **urls}
-        self._urls = {method: made[method] for method in methods}
+        url_of = {
+            "none": "env://",
+            "env": "env://",
+            "tcp": f"tcp://127.0.0.1:{free_port()}",
+            "file": f"file://{directory}/store",
+            **urls,
+        }
+        self._urls = {method: url_of[method] for method in methods}
 
     def argument(self, **options: Any) -> str:
         """Return the script's argument, with further options of ``main``."""
@@ -141,7 +63,12 @@ class Runs:
         return json.dumps({"urls": urls, "devices": 2, "num_nodes": self._nodes, **options})
 
     def expect_trained(
-        self, output: str, *, returns: int | None = None, connections: Sequence[int] | None = None
+        self,
+        output: str,
+        *,
+        returns: int | None = None,
+        connections: Sequence[int] | None = None,
+        results: Sequence[Any] = (),
     ) -> None:
         """Fail unless every rank took part in each run and learned the same as with stock.
 
@@ -150,18 +77,21 @@ class Runs:
             returns: the number of "returned" reports of all runs together; by default
                 one of each rank in each run.
             connections: how often the ranks connected, by run; by default once.
+            results: what the Trainer's calls after ``fit`` returned in each process.
         """
         runs = len(self._urls)
+        returns = self._ranks * runs if returns is None else returns
+        connections = [1] * runs if connections is None else connections
         reports = [json.loads(line) for line in re.findall(r"^{.*}$", output, re.MULTILINE)]
         trained = [report for report in reports if report["what"] == "trained"]
         returned = [report for report in reports if report["what"] == "returned"]
-        weights, test_results = learned_with_stock(self._ranks)
-        assert len(returned) == (returns or self._ranks * runs), output
+        weights, _ = learned_with_stock(self._ranks)
+        assert len(returned) == returns, output
         assert {report["weights"] for report in reports} == {weights}
-        assert all(report["results"] in ([], test_results) for report in returned)
+        assert all(report["results"] == list(results) for report in returned), output
         for run, method in enumerate(self._urls):
             self._expect_all_ranks([each for each in trained if each["run"] == run], method)
-        self._expect_connected(output, connections or [1] * runs)
+        self._expect_connected(output, connections)
         assert not list(self._directory.iterdir()), "the last rank to leave removes the file"
 
     def _expect_connected(self, output: str, connections: Sequence[int]) -> None:
@@ -199,8 +129,7 @@ def learned_with_stock(world_size: int) -> tuple[str, list[Any]]:
 
 def learn_as(kind: Kind, directory: Path) -> tuple[str, list[Any]]:
     strategy = make_strategy(kind, directory)
-    weights, results = learn(strategy, ("fit", "test"), devices=dist.get_world_size())
-    return weights, results
+    return script.learn(strategy, ("fit", "test"), devices=dist.get_world_size())
 
 
 def run_train(argument: str, env: Environment, processes: int = 2, **options: Any) -> str:
@@ -212,8 +141,8 @@ def run_train(argument: str, env: Environment, processes: int = 2, **options: An
 
 def be_train(rank: int, world_size: int, argument: str) -> None:
     """Run the training script in this process."""
-    sys.argv = [__file__, argument]  # a rank that starts others starts them with it
-    main(**json.loads(argument))
+    sys.argv = [script.__file__, argument]  # a rank that starts others starts them with it
+    script.main(**json.loads(argument))
 
 
 def be_torchrun(rank: int, world_size: int, words: Sequence[str]) -> None:
@@ -269,9 +198,13 @@ def test_start_methods(
     runs = Runs(tmp_path, *methods)
     argument = runs.argument(strategy={"start_method": start_method}, calls=calls)
     output = run_train(argument, {}, processes=1)
-    runs.expect_trained(output, returns=len(methods), connections=[len(calls)] * len(methods))
-    results = json.dumps({"results": learned_with_stock(2)[1]})[1:-1]  # without braces
-    assert output.count(results) == len(methods) * ("test" in calls)
+    _, test_results = learned_with_stock(2)
+    runs.expect_trained(
+        output,
+        returns=len(methods),  # only the launching process returns
+        connections=[len(calls)] * len(methods),
+        results=test_results if "test" in calls else [],
+    )
 
 
 def test_torchrun(tmp_path: Path) -> None:
@@ -281,7 +214,7 @@ def test_torchrun(tmp_path: Path) -> None:
     """
     runs = Runs(tmp_path, "env", "tcp", "file")
     death = {"rank": 0, "restart": 0, "run": 1}
-    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", __file__]
+    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", script.__file__]
     words.append(runs.argument(death=death))
     env: Environment = {"PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": None}
     output = output_of_all(launch_ranks(be_torchrun, 1, words, env=env))
@@ -341,7 +274,3 @@ def test_a_script_on_each_node(nodes: Network, shared_dir: Path) -> None:
     env: Environment = {"NODE_RANK": str, "GLOO_SOCKET_IFNAME": None}
     output = run_train(runs.argument(), env, namespaces=list(nodes))
     runs.expect_trained(output)
-
-
-if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
