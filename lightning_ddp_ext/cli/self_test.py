@@ -89,7 +89,8 @@ def _test_parts(trainer: Any, make_trainer: Callable[..., Any]) -> Iterator[str]
         path = strategy.broadcast(os.path.join(directory, "test.ckpt"))
         trainer.save_checkpoint(path)
         yield "saved"
-        strategy.on_rank_zero(partial(_verify, path), what="verification")
+        # The result is a number, since all ranks get it and an archive cannot be sent.
+        strategy.on_rank_zero(lambda: len(check(path).records), what="verification")
         yield "verified"
         resuming = make_trainer(max_steps=2 * _STEPS)
         resuming.fit(model_class(), ckpt_path=path)
@@ -102,10 +103,6 @@ def _test_parts(trainer: Any, make_trainer: Callable[..., Any]) -> Iterator[str]
         resuming.strategy.barrier("the end of the test")
         yield "restored"
     yield f"all tests passed (ranks: {trainer.world_size}, nodes: {trainer.num_nodes})"
-
-
-def _verify(path: str) -> None:
-    check(path)  # the archive that it returns cannot be sent to other ranks
 
 
 def _check_all_reduce(trainer: Any) -> None:

@@ -106,7 +106,8 @@ def test_a_rank_waits_in_an_unfinished_collective(completed: int, is_waiting: bo
 
 
 def progress_of(seconds: float, pending: int = 0) -> GroupProgress:
-    return GroupProgress(f"{seconds}", "", 1, pending, seconds=seconds)
+    """Return the progress of a group that has entered one collective."""
+    return GroupProgress(f"{seconds}", label="", entered=1, pending=pending, seconds=seconds)
 
 
 HOUR = 3600.0
@@ -117,8 +118,10 @@ HOUR = 3600.0
     [
         pytest.param([], True, id="nothing is recorded"),
         pytest.param([progress_of(HOUR), progress_of(1.0)], False, id="a group is unused"),
-        pytest.param([progress_of(HOUR), progress_of(1.0, 1)], False, id="a wait has begun"),
-        pytest.param([progress_of(HOUR, 1), progress_of(1.0)], True, id="a wait is long"),
+        pytest.param(
+            [progress_of(HOUR), progress_of(1.0, pending=1)], False, id="a wait has begun"
+        ),
+        pytest.param([progress_of(HOUR, pending=1), progress_of(1.0)], True, id="a wait is long"),
         pytest.param([progress_of(HOUR)], True, id="the last one counts as finished"),
     ],
 )

@@ -55,11 +55,7 @@ from ..private.lightning_tree import (
 from ..stopping.rescue import Rescue
 from ..stopping.stops import StoppedException
 from .environment import source_of
-from .joining import (
-    Rendezvous,
-    environment_with,
-    temporary_path,
-)
+from .joining import Rendezvous, environment_with, temporary_path
 
 _HARMLESS = (TunerExitException, StoppedException)
 
@@ -189,6 +185,11 @@ class ProcessesLauncher(MultiProcessingLauncher):
 
         Lightning's own method cannot be extended, because it calls nothing between
         starting the processes and waiting.
+
+        Raises:
+            ConfigurationError: this process is a rank already.
+            NotImplementedError: a second call of ``fit`` of this Trainer.
+            Exception: the first failure of a rank; see :meth:`RankProcesses.join`.
         """
         self._check_can_launch(trainer)
         leave()
