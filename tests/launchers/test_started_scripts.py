@@ -74,6 +74,8 @@ def test_a_program_that_a_rank_starts_can_train_on_two_ranks(rank: int, tmp_path
     assert [each["world_size"] for each in again] == [2, 2]
 
 
+TIME_LIMIT = 90.0  # seconds; ranks that do not find each other would wait for init_timeout
+# Trains on one device, in the first process only if "guarded", and then on two.
 ALONE_FIRST = """
 import os
 import sys
@@ -102,9 +104,11 @@ if __name__ == "__main__":
 
 
 def test_a_process_that_trained_alone_starts_ranks_and_joins_them() -> None:
-    """A script may try its model on one device, and then train on all of them."""
-    # Without the other variables, RANK means nothing.
-    done = run_script(ALONE_FIRST, "guarded", env={"RANK": "3"}, time_limit=90)
+    """A script may try its model on one device, and then train on all of them.
+
+    A ``RANK`` without the other variables of a launcher has no effect.
+    """
+    done = run_script(ALONE_FIRST, "guarded", env={"RANK": "3"}, time_limit=TIME_LIMIT)
     assert done.exit_code == 0, done.output
     trains = re.findall(r"^trains: (.*)$", done.output, re.MULTILINE)
     assert sorted(trains) == ["rank 0 of 1", "rank 0 of 2", "rank 1 of 2"], done.output
@@ -112,7 +116,7 @@ def test_a_process_that_trained_alone_starts_ranks_and_joins_them() -> None:
 
 def test_a_started_rank_refuses_a_trainer_with_fewer_devices() -> None:
     """Otherwise, the rank would train alone, as the launching process already did."""
-    done = run_script(ALONE_FIRST, "on all ranks", time_limit=90)
+    done = run_script(ALONE_FIRST, "on all ranks", time_limit=TIME_LIMIT)
     assert done.exit_code == 1, done.output
     message = (
         "ConfigurationError: this process is local rank 1, but this Trainer has devices=1; use"

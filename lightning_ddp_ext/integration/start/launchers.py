@@ -189,7 +189,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         Raises:
             ConfigurationError: this process is a rank already.
             NotImplementedError: a second call of ``fit`` of this Trainer.
-            Exception: the first failure of a rank; see :meth:`RankProcesses.join`.
+            Exception: a rank failed; see :meth:`RankProcesses.join`.
         """
         self._check_can_launch(trainer)
         leave()
