@@ -58,7 +58,8 @@ class Findings:
         """
         if not self.silent:
             return None
-        return event_of("hung", self.silent[0], f"{self._silence}; {wait}")
+        silence = listed(self._silence, separator="; ")
+        return event_of("hung", self.silent[0], f"{silence}; {wait}")
 
     def rank_outside_collective(self, wait: str) -> PeerEvent | None:
         """Return the event of a rank that others wait for in a collective, if any.
@@ -93,7 +94,7 @@ class Findings:
         # of the longest wait may also be waiting.
         half_wait = max(report.idle for report in stalled) / 2
         if self.silent and all(report.idle > half_wait for report in moving):
-            return event_of("hung", self.silent[0], self._silence)
+            return event_of("hung", self.silent[0], listed(self._silence, separator="; "))
         if moving and all(report.waits for report in stalled):
             return None
         absent = _absent_from_collective(self.reports)
@@ -105,13 +106,13 @@ class Findings:
         return _slowest(stalled)
 
     @property
-    def _silence(self) -> str:
-        return listed((f"{who} has not answered" for who in self.silent), separator="; ")
+    def _silence(self) -> list[str]:
+        return [f"{who} has not answered" for who in self.silent]
 
     def __str__(self) -> str:
         """Return all findings as text, rank by rank."""
         reports = sorted(self.reports, key=lambda report: report.who.rank)
-        return "\n\n".join(filter(None, [self._silence, *map(_section, reports)]))
+        return "\n\n".join([*self._silence, *map(_section, reports)])
 
 
 def _absent_from_collective(reports: Sequence[Report]) -> PeerEvent | None:
@@ -160,11 +161,11 @@ def _waits_in(report: Report, group: str) -> bool:
 def _slowest(stalled: Sequence[Report]) -> PeerEvent:
     """Return the event of the rank with the longest wait.
 
-    Ranks that have left the Trainer's run do not count, nor do ranks that wait for
-    others, unless there is no other rank.
+    Ranks that are no longer watched do not count, nor do ranks that wait for others,
+    unless there is no other rank.
     """
-    inside = [report for report in stalled if report.is_in_run] or list(stalled)
-    culprits = [report for report in inside if not report.waits] or inside
+    watched = [report for report in stalled if report.is_watched] or list(stalled)
+    culprits = [report for report in watched if not report.waits] or watched
     first = max(culprits, key=lambda report: (round(report.idle), -report.who.rank))
     return event_of(
         "hung",

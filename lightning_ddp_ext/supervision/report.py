@@ -13,7 +13,6 @@ import torch
 from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.request import RankInfo
-from lightning_ddp_ext.rendezvous.runs import current_run
 from lightning_ddp_ext.supervision.flight_recorder import (
     GroupProgress,
     groups_in_collectives,
@@ -37,7 +36,7 @@ class Report:
     =====================  =========  ==============================================
     no                     any        works, or has not waited for long
     yes                    yes        waits for other ranks
-    yes                    no         is stuck in its own code, or has left the run
+    yes                    no         is stuck in its own code, or is not watched
     =====================  =========  ==============================================
     """
 
@@ -58,8 +57,8 @@ class Report:
     """The activity of its main thread, such as ``train_dataloader_next``."""
     place: str = ""
     """File and line in the user's code."""
-    is_in_run: bool = True
-    """Whether it is in a Trainer's run."""
+    is_watched: bool = True
+    """Whether a watchdog watches it. Otherwise it may not need the other ranks."""
     is_in_collective: bool = False
     """Whether its main thread is in C++, in code of a collective or a backward pass."""
     cpu_seconds: float = 0.0
@@ -136,7 +135,7 @@ class Reporter:
 
     def __init__(self, context: ProcessContext) -> None:
         self.describe: Callable[[], Report] = lambda: report_of(
-            context.peers.mine, doing="user code"
+            context.peers.mine, doing="user code", is_watched=False
         )
         self.has_broken_collective = False
         self._who = context.peers.mine
@@ -186,7 +185,6 @@ def report_of(who: RankInfo, **activity: Any) -> Report:
         is_in_collective=is_in_collective(frame) or is_in_backward(frame),
         cpu_seconds=0.0 if torch.cuda.is_initialized() else _cpu_seconds(),
         groups=read_progress(),
-        is_in_run=current_run() is not None,
         **activity,
     )
 

@@ -138,6 +138,7 @@ class Watchdog:
                 idle=idle,
                 makes_no_progress=True,
                 doing="code after the Trainer's run",
+                is_watched=False,
                 stacks=all_stacks(),
             )
         doing, progress = self._describe(main_frame())

@@ -70,6 +70,11 @@ WAITING_BEHIND = progress(4, pending=4)
             f"rank 0 (host host0, pid 100) has made no progress for 61 s; it is in {PLACE}",
             id="a rank is stuck while another one makes progress",
         ),
+        pytest.param(
+            Findings([stalled(0, is_watched=False), stalled(1)]),
+            f"rank 1 (host host1, pid 101) has made no progress for 61 s; it is in {PLACE}",
+            id="a rank that is no longer watched does not count",
+        ),
     ],
 )
 def test_the_sentence(findings: Findings, sentence: str) -> None:
@@ -95,3 +100,11 @@ def test_the_sentence(findings: Findings, sentence: str) -> None:
 def test_no_rank_is_stuck(findings: Findings) -> None:
     """Ranks without progress that only wait for ranks with progress are not reported."""
     assert findings.stuck_rank is None
+
+
+def test_the_report_file_names_every_silent_rank() -> None:
+    """It is not shortened as an error is, since all ranks of a host may be silent."""
+    silent = [who(rank) for rank in range(10)]
+    assert str(Findings([], silent)).split("\n\n") == [
+        f"{each} has not answered" for each in silent
+    ]
