@@ -2,7 +2,7 @@
 
 import tracemalloc
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -56,142 +57,211 @@ def loader(samples: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(torch.arange(float(samples)), **chosen)
 
 
+def new_trainer(kind: training.Kind, directory: Path, **options: Any) -> L.Trainer:
+    return training.make_trainer(training.make_strategy(kind, directory), **options)
+
+
 def predict(
     trainer: L.Trainer, loaders: Any, function: Callable[[Tensor], Any] = torch.clone
 ) -> Any:
+    """Predict, and return what ``gather_predictions`` returns on this rank."""
     trainer.predict(Predicts(function), loaders)
     return gather_predictions(trainer)
 
 
-SAMPLES = {"fewer than ranks": 1, "several": 7, "the user's sampler": 7}
+class Predicted(NamedTuple):
+    """The gathered predictions on a rank, and the samples that the rank read."""
+
+    gathered: Any
+    read: list[float]
 
 
 def predict_numbers(
-    rank: int, world_size: int, directory: Path, name: str
-) -> tuple[Any, list[float]]:
-    """Return the gathered predictions, and the samples that this rank read."""
-    samples = SAMPLES[name]
-    own = {"sampler": ExactDistributedSampler(range(samples))} if "sampler" in name else {}
-    trainer = training.make_trainer(training.make_strategy("ours", directory), devices=world_size)
+    rank: int, world_size: int, directory: Path, samples: int, sampler: Any
+) -> Predicted:
+    trainer = new_trainer("ours", directory, devices=world_size)
     model = Predicts()
-    trainer.predict(model, loader(samples, **own))
-    return gather_predictions(trainer), model.read
+    trainer.predict(model, loader(samples, sampler=sampler))
+    return Predicted(gather_predictions(trainer), model.read)
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-def test_every_prediction_is_gathered_once_and_in_order(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("samples", "sampler"),
+    [
+        pytest.param(1, None, id="fewer samples than ranks"),
+        pytest.param(7, None, id="several samples"),
+        pytest.param(7, ExactDistributedSampler(range(7)), id="the user's sampler"),
+    ],
+)
+def test_every_prediction_is_gathered_once_and_in_order(
+    samples: int, sampler: Any, tmp_path: Path
+) -> None:
     """Rank 0 has all predictions in the dataset's order, the others have None.
 
     The ranks read each sample once.
     """
-    by_rank = ranks.run_ranks(predict_numbers, 3, tmp_path, name)
-    numbers = list(range(SAMPLES[name]))
-    gathered, *others = (predictions for predictions, _ in by_rank)
-    assert gathered.tolist() == numbers
-    assert others == [None, None]
-    assert sorted(sample for _, samples in by_rank for sample in samples) == numbers
+    first, *others = by_rank = ranks.run_ranks(predict_numbers, 3, tmp_path, samples, sampler)
+    numbers = list(range(samples))
+    assert first.gathered.tolist() == numbers
+    assert [other.gathered for other in others] == [None, None]
+    assert sorted(sample for rank in by_rank for sample in rank.read) == numbers
 
 
-def gather_views(trainer: L.Trainer) -> None:
-    """Gather numbers that are views of large tensors, which are not sent."""
-    large = 1 << 20
-    trainer.predict(Predicts(lambda x: {"x": UserDict(y=x.repeat(large, 1).T[:, :1])}), loader(5))
+def predict_structures(kind: training.Kind, directory: Path) -> Any:
+    return predict(new_trainer(kind, directory), loader(5), structured)
+
+
+@pytest.mark.lowest
+def test_predictions_have_the_structure_of_one_batch(tmp_path: Path) -> None:
+    """Those of all ranks are nested as if one batch had all samples, also with stock."""
+    for first, second in training.on_both(predict_structures, tmp_path):
+        training.assert_same(first, structured(torch.arange(5.0)))
+        assert isinstance(first["pair"], Pair)
+        assert isinstance(first["array"], np.ndarray)
+        assert second is None
+
+
+class Case(NamedTuple):
+    """The loaders of a rank, what is predicted, and what rank 0 gathers."""
+
+    loaders: Callable[[int], Any]
+    gathered: Any
+    predict: Callable[[Tensor], Any] = torch.clone
+    options: Mapping[str, Any] = {}  # of the Trainer
+
+
+CASES = {
+    "several loaders": Case(
+        lambda rank: [loader(5), loader(5, shuffle=True), loader(2)],
+        gathered=[torch.arange(5.0), torch.arange(5.0), torch.arange(2.0)],
+    ),
+    "the user's batch sampler": Case(
+        lambda rank: loader(5, batch_sampler=BatchSampler(range(5), 2, True)),
+        gathered=torch.arange(5.0),
+    ),
+    # Rank 1 predicts sample 0 again.
+    "a sampler that repeats": Case(
+        lambda rank: loader(5, sampler=DistributedSampler(range(5), 2, rank, shuffle=False)),
+        gathered=torch.tensor([0.0, 11.0, 20.0, 31.0, 40.0]),
+        predict=lambda x: x * 10 + dist.get_rank(),
+    ),
+    "one batch of a rank": Case(
+        lambda rank: loader(7),
+        gathered=torch.arange(4.0),
+        options={"limit_predict_batches": 1},
+    ),
+}
+
+
+def predict_cases(kind: training.Kind, directory: Path) -> dict[str, Any]:
+    gathered = {}
+    for name, case in CASES.items():
+        trainer = new_trainer(kind, directory, **case.options)
+        gathered[name] = predict(trainer, case.loaders(trainer.global_rank), case.predict)
+    return gathered
+
+
+@pytest.mark.lowest
+def test_predictions_are_those_of_the_samples_that_were_read(tmp_path: Path) -> None:
+    """The first prediction of each sample is gathered, however the samples are read, also
+    with stock.
+    """
+    for first, second in training.on_both(predict_cases, tmp_path):
+        training.assert_same(first, {name: case.gathered for name, case in CASES.items()})
+        assert second == dict.fromkeys(CASES)
+
+
+LARGE = 1 << 20  # numbers
+
+
+def gather_views(kind: training.Kind, directory: Path) -> int:
+    """Gather five numbers, which are views of large tensors.
+
+    Return the most bytes of Python objects, which include what is sent but no tensors.
+    """
+    trainer = new_trainer(kind, directory)
+    trainer.predict(Predicts(lambda x: {"x": x.repeat(LARGE, 1).T[:, :1]}), loader(5))
     tracemalloc.start()
     gather_predictions(trainer)
     _, most_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert most_bytes < large
+    return most_bytes
 
 
-def predict_in_all_ways(kind: training.Kind, directory: Path) -> dict[str, Any]:
-    """Return what ``gather_predictions`` returns on this rank, by the way to predict."""
-
-    def make_trainer(**options: Any) -> L.Trainer:
-        return training.make_trainer(training.make_strategy(kind, directory), **options)
-
-    trainer = make_trainer()
-    rank = trainer.global_rank
-    gather_views(trainer)
-    repeating = DistributedSampler(range(5), 2, rank, shuffle=False)
-    own_batches = BatchSampler(range(5), 2, True)
-    return {
-        "structure": predict(trainer, loader(5), structured),
-        "several loaders": predict(trainer, [loader(5), loader(5, shuffle=True), loader(2)]),
-        "own batches": predict(trainer, loader(5, batch_sampler=own_batches)),
-        "repeating": predict(trainer, loader(5, sampler=repeating), lambda x: x * 10 + rank),
-        "limited": predict(make_trainer(limit_predict_batches=1), loader(7)),
-    }
+def test_of_a_view_only_its_own_numbers_are_sent(tmp_path: Path) -> None:
+    """The large tensor behind the view stays on its rank, also with stock."""
+    for most_bytes_by_rank in training.on_both(gather_views, tmp_path):
+        assert max(most_bytes_by_rank) < LARGE
 
 
-@pytest.mark.lowest
-def test_structures_loaders_and_limits(tmp_path: Path) -> None:
-    """Predictions have the structure of one batch, with ours and with stock.
+class Refusal(NamedTuple):
+    """What a Trainer does before its predictions are gathered, and the error's beginning."""
 
-    Those of several loaders are in a list. With a limit, they are those of the batches
-    that were read. Only their own numbers are sent.
-    """
-    for first, second in training.on_both(predict_in_all_ways, tmp_path):
-        training.assert_same(first["structure"], structured(torch.arange(5.0)))
-        assert isinstance(first["structure"]["pair"], Pair)
-        assert isinstance(first["structure"]["array"], np.ndarray)
-        in_order, shuffled, short = (each.tolist() for each in first["several loaders"])
-        assert in_order == [0, 1, 2, 3, 4]
-        assert shuffled == sorted(set(shuffled))
-        assert short == [0, 1]
-        assert first["own batches"].tolist() == [0, 1, 2, 3, 4]
-        assert first["repeating"].tolist() == [0, 11, 20, 31, 40]  # rank 1 predicts sample 0 again
-        assert first["limited"].tolist() == [0, 1, 2, 3]
-        assert set(second.values()) == {None}
+    act: Callable[[L.Trainer], object]
+    error: str
 
 
-# The predictions of a step, by the beginning of the error.
-NOT_JOINED: dict[str, Callable[[Tensor], Any]] = {
-    "predictions must have one row per sample, 2 in this batch (got Tensor, rows: none": torch.mean,
-    "predictions['x'] must have one row per sample, 2 in this batch (got Tensor": lambda x: {
-        "x": x[:1]
-    },
-    "predictions must have the same structure in all batches"
-    " (got {'x': 'Tensor'} and {'x': 'Tensor', 'y': 'Tensor'})": lambda x: (
-        {"x": x} if 0 in x else {"x": x, "y": x}
+def predicting(function: Callable[[Tensor], Any]) -> Callable[[L.Trainer], object]:
+    return lambda trainer: trainer.predict(Predicts(function), loader(3))
+
+
+REFUSALS = [
+    Refusal(
+        lambda trainer: None,
+        "trainer has no predictions; first call trainer.predict with data on every rank",
     ),
-    "predictions cannot be joined: RuntimeError: ": lambda x: torch.ones(len(x), len(x)),
-}
+    Refusal(
+        lambda trainer: trainer.predict(Predicts(), loader(3), return_predictions=False),
+        "trainer.predict must keep its predictions (got return_predictions=False);",
+    ),
+    Refusal(
+        lambda trainer: trainer.predict(Predicts(), [torch.ones(2, 1)]),
+        "loader 0 must record the samples of each batch (got Tensor, which does not);",
+    ),
+    Refusal(
+        predicting(torch.mean),
+        "predictions must have one row per sample, 2 in this batch (got Tensor, rows: none",
+    ),
+    Refusal(
+        predicting(lambda x: {"x": x[:1]}),
+        "predictions['x'] must have one row per sample, 2 in this batch (got Tensor",
+    ),
+    Refusal(
+        predicting(lambda x: {"x": x} if 0 in x else {"x": x, "y": x}),
+        (
+            "predictions must have the same structure in all batches"
+            " (got {'x': 'Tensor'} and {'x': 'Tensor', 'y': 'Tensor'})"
+        ),
+    ),
+    Refusal(
+        predicting(lambda x: torch.ones(len(x), len(x))),
+        "predictions cannot be joined: RuntimeError: ",
+    ),
+]
 
 
-NOT_PREDICTED = "trainer has no predictions; first call trainer.predict with data on every rank"
-NOT_KEPT = "trainer.predict must keep its predictions (got return_predictions=False);"
-NOT_RECORDED = "loader 0 must record the samples of each batch (got Tensor, which does not);"
-
-
-def fail_to_join(rank: int, world_size: int, directory: Path) -> dict[str, str]:
-    """Return this rank's errors by the beginnings that they should have."""
-    trainer = training.make_trainer(training.make_strategy("ours", directory))
-
-    def error() -> str:
+def refuse(rank: int, world_size: int, directory: Path) -> list[str]:
+    """Return this rank's errors."""
+    errors = []
+    for refusal in REFUSALS:
+        trainer = new_trainer("ours", directory)
+        refusal.act(trainer)
         with pytest.raises(SamplingError) as caught:
             gather_predictions(trainer)
-        return str(caught.value)
-
-    errors = {NOT_PREDICTED: error()}
-    trainer.predict(Predicts(), loader(3), return_predictions=False)
-    errors[NOT_KEPT] = error()
-    trainer.predict(Predicts(), [torch.ones(2, 1)])
-    errors[NOT_RECORDED] = error()
-    for message, function in NOT_JOINED.items():
-        trainer.predict(Predicts(function), loader(3))
-        errors[message] = error()
+        errors.append(str(caught.value))
     return errors
 
 
 def test_what_cannot_be_joined_is_refused_on_every_rank(tmp_path: Path) -> None:
-    """Every rank raises the same error, with the wrong value and the remedy."""
-    first, second = ranks.run_ranks(fail_to_join, 2, tmp_path)
+    """Every rank raises the same error, with the wrong value."""
+    first, second = ranks.run_ranks(refuse, 2, tmp_path)
     assert first == second
-    for beginning, error in first.items():
-        assert error.startswith(beginning)
+    for error, refusal in zip(first, REFUSALS, strict=True):
+        assert error.startswith(refusal.error)
 
 
 def predict_on_two_hosts(rank: int, world_size: int, init_method: str) -> Any:
+    # As with NCCL, the predictions are sent in a gloo group of their own.
     strategy = DDPExtStrategy(init_method, process_group_backend=training.backend("nccl_stand_in"))
     return predict(training.make_trainer(strategy, devices=1, num_nodes=2), loader(5))
 
@@ -217,17 +287,15 @@ def test_predictions_of_hosts_whose_names_are_loopback_addresses(two_hosts: Netw
 
 
 def test_samples_may_be_tensors() -> None:
-    """A user's sampler may yield them; the first prediction of each sample is used."""
-    batches = [PredictedBatch([torch.tensor(1), torch.tensor(0)], ["b", "a"])]
-    again = PredictedBatch([torch.tensor(1), torch.tensor(2)], ["again", "c"])
-    assert join_batches([*batches, again]) == ["a", "b", "c"]
+    """A user's sampler may yield the samples of a batch as tensors."""
+    first = PredictedBatch([torch.tensor(1), torch.tensor(0)], ["b", "a"])
+    second = PredictedBatch([torch.tensor(1), torch.tensor(2)], ["again", "c"])
+    assert join_batches([first, second]) == ["a", "b", "c"]
 
 
 def test_other_mappings_are_joined_as_dicts_at_any_depth() -> None:
-    """Such as BatchEncoding of transformers, here in a tuple."""
-    batches = [
-        PredictedBatch([1, 0], (UserDict(x=torch.tensor([10, 0])),)),
-        PredictedBatch([2], (UserDict(x=torch.tensor([20])),)),
-    ]
-    (joined,) = join_batches(batches)
+    """A mapping in a tuple, such as BatchEncoding of transformers, is joined by its keys."""
+    first = PredictedBatch([1, 0], (UserDict(x=torch.tensor([10, 0])),))
+    second = PredictedBatch([2], (UserDict(x=torch.tensor([20])),))
+    (joined,) = join_batches([first, second])
     assert joined["x"].tolist() == [0, 10, 20]
