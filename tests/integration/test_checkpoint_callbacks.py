@@ -1,7 +1,7 @@
 """Checkpoint callbacks act on all ranks together, in the foreground and background."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import pytest
@@ -14,8 +14,7 @@ from tests.harness.training import Net
 from tests.integration import checkpointing
 from tests.integration.checkpointing import Keeper
 
-EPOCHS = 3
-STEPS = 4  # of each rank in an epoch
+EPOCHS = 3  # of four steps a rank
 LARGE = 16 << 20  # bytes, which a background save still writes when the test starts to read
 
 
@@ -32,11 +31,11 @@ class ListsFiles(L.Callback):
 
 
 def files_at_every_step(
-    kind: training.Kind, directory: Path, kept: Path, options: dict[str, Any]
+    kind: training.Kind, directory: Path, kept: Path, save_last: Literal["link"] | None
 ) -> list[list[str]]:
     """Save in the background after each step; return the files after each step."""
     saver = checkpointing.checkpoint_callback(
-        kind, dirpath=kept, filename="{step}", every_n_train_steps=1, **options
+        kind, dirpath=kept, filename="{step}", every_n_train_steps=1, save_last=save_last
     )
     lists = ListsFiles(kept)
     io = RankZeroCheckpointIO(background=True)
@@ -45,20 +44,23 @@ def files_at_every_step(
 
 
 @pytest.mark.lowest
-@pytest.mark.parametrize("kind", training.KINDS)
+@pytest.mark.parametrize(
+    ("kind", "save_last", "names_at_end"),
+    [("ours", None, {"step=12.ckpt"}), ("stock", "link", {"step=12.ckpt", "last.ckpt"})],
+)
 def test_in_the_background_there_is_always_a_checkpoint(
-    kind: training.Kind, tmp_path: Path
+    kind: training.Kind,
+    save_last: Literal["link"] | None,
+    names_at_end: set[str],
+    tmp_path: Path,
 ) -> None:
     """No file is removed before its successor is on the disk, and a link has a target."""
     kept = tmp_path / "kept"
-    options = {"save_last": "link"} if kind == "stock" else {}
-    names_by_step = training.on_ranks(kind, files_at_every_step, tmp_path, kept, options)[0]
+    names_by_step, _ = training.on_ranks(kind, files_at_every_step, tmp_path, kept, save_last)
     first = next(step for step, names in enumerate(names_by_step) if names)
     assert all(names_by_step[first:])
-    last_step = EPOCHS * STEPS
-    names = {path.name for path in kept.iterdir()}
-    assert names == {f"step={last_step}.ckpt"} | ({"last.ckpt"} if kind == "stock" else set())
-    assert all(torch.load(kept / name)["global_step"] == last_step for name in names)
+    assert {path.name for path in kept.iterdir()} == names_at_end
+    assert all(torch.load(kept / name)["global_step"] == 12 for name in names_at_end)
 
 
 def read_while_writing(kind: training.Kind, directory: Path) -> None:
@@ -96,29 +98,46 @@ def save_the_best(kind: training.Kind, directory: Path) -> dict[str, Any]:
         filename="{epoch}-{score:.1f}",
         monitor="score",
         save_top_k=2,
-        save_weights_only=True,
     )
-    third_epoch = checkpointing.checkpoint_callback(
-        kind, dirpath=directory / "third", filename="{epoch}", every_n_epochs=3
-    )
-    checkpointing.trainer_for(
-        kind, directory, None, [Scores(), best, third_epoch], max_epochs=4
-    ).fit(Net())
-    return {name: value for name, value in best.state_dict().items() if name != "dirpath"}
+    checkpointing.trainer_for(kind, directory, None, [Scores(), best], max_epochs=4).fit(Net())
+    return best.state_dict()
 
 
 @pytest.mark.lowest
 @pytest.mark.parametrize("kind", training.KINDS)
-def test_the_best_scores_are_rank_zeros_on_every_rank(kind: training.Kind, tmp_path: Path) -> None:
-    """All ranks name the same best checkpoints, of which a later one must be better on
-    every rank; another callback also saves.
+def test_the_best_checkpoints_are_those_of_rank_zeros_scores(
+    kind: training.Kind, tmp_path: Path
+) -> None:
+    """Every rank names the checkpoint that is best by rank 0's score, and the two best
+    are kept.
     """
-    record, of_rank_1 = training.on_ranks(kind, save_the_best, tmp_path)
-    assert record == of_rank_1
+    record, record_of_rank_1 = training.on_ranks(kind, save_the_best, tmp_path)
+    assert record == record_of_rank_1
     assert Path(record["best_model_path"]).name == "epoch=0-score=0.0.ckpt"
-    names = ["epoch=0-score=0.0.ckpt", "epoch=1-score=1.0.ckpt"]
-    assert sorted(path.name for path in (tmp_path / kind / "best").iterdir()) == names
-    assert "optimizer_states" not in torch.load(record["best_model_path"])
+    kept = {path.name for path in (tmp_path / kind / "best").iterdir()}
+    assert kept == {"epoch=0-score=0.0.ckpt", "epoch=1-score=1.0.ckpt"}
+
+
+def save_by_two_callbacks(kind: training.Kind, directory: Path) -> None:
+    """Save weights in each epoch, and everything in the third one."""
+    weights = checkpointing.checkpoint_callback(
+        kind, dirpath=directory / "weights", filename="{epoch}", save_weights_only=True
+    )
+    third_epoch = checkpointing.checkpoint_callback(
+        kind, dirpath=directory / "third", filename="{epoch}", every_n_epochs=3
+    )
+    callbacks = [weights, third_epoch]
+    checkpointing.trainer_for(kind, directory, None, callbacks, max_epochs=3).fit(Net())
+
+
+@pytest.mark.lowest
+@pytest.mark.parametrize("kind", training.KINDS)
+def test_two_callbacks_save_according_to_their_own_arguments(
+    kind: training.Kind, tmp_path: Path
+) -> None:
+    """One of them saves the weights, the other one also the optimisers' states."""
+    training.on_ranks(kind, save_by_two_callbacks, tmp_path)
+    assert "optimizer_states" not in torch.load(tmp_path / kind / "weights" / "epoch=2.ckpt")
     assert "optimizer_states" in torch.load(tmp_path / kind / "third" / "epoch=2.ckpt")
 
 
@@ -135,9 +154,9 @@ def single_device_trainer(*callbacks: RankZeroCheckpoint, plugins: Any = ()) -> 
 
 @pytest.mark.lowest
 def test_the_callback_brings_its_io_to_a_single_device(tmp_path: Path) -> None:
-    """The callback saves without a strategy of several ranks, and then undoes its changes.
+    """A strategy of one device keeps the callback's IO, beside another callback without one.
 
-    An earlier callback without an IO uses the same one.
+    After the fit, no method of the strategy and of the IO is replaced any longer.
     """
     io = RankZeroCheckpointIO(background=True)
     callback = RankZeroCheckpoint(tmp_path, checkpoint_io=io)

@@ -3,7 +3,6 @@
 Logged values are those of one process. Everything else that a rank collects is stock's.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -35,9 +34,9 @@ from tests.integration.evaluating import Batch, Ragged, loader
 WORKERS = workers(2, persistent_workers=True)
 SIZES_OF_SEVERAL = ((7, 1), (10, 3), (1, 1), (23, 6))
 
+# Make loaders of so many samples, in batches of this size.
 READERS: dict[str, Callable[[int, int], list[DataLoader[Any]]]] = {
     "batches": lambda samples, size: [loader(samples, size)],
-    "limited": lambda samples, size: [loader(samples, size)],
     "items": lambda samples, size: [loader(samples, None)],
     "workers": lambda samples, size: [loader(samples, size, **WORKERS)],
     "stateful": lambda samples, size: [loader(samples, size, StatefulDataLoader)],
@@ -49,7 +48,10 @@ READERS: dict[str, Callable[[int, int], list[DataLoader[Any]]]] = {
         loader(samples, size),
         *(loader(*sizes) for sizes in SIZES_OF_SEVERAL),
     ],
-    "fit": lambda samples, size: [loader(samples, size), loader(samples + 1, size, **WORKERS)],
+    "two, workers": lambda samples, size: [
+        loader(samples, size),
+        loader(samples + 1, size, **WORKERS),
+    ],
     "shuffled": lambda samples, size: [loader(samples, size, shuffle=True)],
     "subset": lambda samples, size: [
         loader(samples, size, sampler=SubsetRandomSampler(range(0, samples, 2)))
@@ -64,18 +66,27 @@ READERS: dict[str, Callable[[int, int], list[DataLoader[Any]]]] = {
 
 
 class Case(NamedTuple):
-    """A way to read, and the numbers of samples and of those in a batch."""
+    """A way to read, and the numbers of samples and of those in a batch.
+
+    Attributes:
+        in_fit: whether a fit evaluates, after a step of training.
+        limit_batches: the Trainer's option, by default all batches.
+    """
 
     reader: str
     samples: int
     batch_size: int
+    in_fit: bool = False
+    limit_batches: int | None = None
 
     def loaders(self) -> list[DataLoader[Any]]:
         return READERS[self.reader](self.samples, self.batch_size)
 
 
-# The Trainer limits these to one batch.
-LIMITED = [Case("limited", 1, 2), Case("limited", 13, 3)]
+LIMITED = [
+    Case("batches", 1, 2, limit_batches=1),
+    Case("batches", 13, 3, limit_batches=1),
+]
 READ_AS_STOCK = [
     *(Case("batches", samples, size) for samples in (1, 4, 5, 13) for size in (1, 3)),
     *(Case(reader, 1, 2) for reader in ("items", "stateful", "two", "ragged")),
@@ -85,7 +96,7 @@ READ_AS_STOCK = [
     Case("shuffled", 13, 4),
 ]
 # Stock's ranks read other samples.
-READ_OTHERWISE = [Case("subset", 20, 2), Case("fit", 5, 2)]
+READ_OTHERWISE = [Case("subset", 20, 2), Case("two, workers", 5, 2, in_fit=True)]
 # Stock's ranks would wait for a rank that has fewer batches.
 UNREPEATING = [Case("unrepeating", 10, 3), Case("unrepeating, stateful", 10, 3)]
 UNLIMITED = [*READ_AS_STOCK, *READ_OTHERWISE, *UNREPEATING]
@@ -278,6 +289,9 @@ class Record(NamedTuple):
     sizes: list[tuple[int, int]]
     counted: int
 
+    def steps_by_loader(self) -> Counter[int]:
+        return Counter(number for number, _ in self.sizes)
+
 
 def evaluate(kind: Kind, directory: Path, cases: list[Case], ranks: int) -> dict[Case, Record]:
     """Return the record of each case; ``UNREPEATING`` run twice, and the second run counts."""
@@ -295,11 +309,10 @@ def evaluate_case(
     kind: Kind, directory: Path, case: Case, loaders: list[DataLoader[Any]], ranks: int
 ) -> Record:
     strategy = make_strategy(kind, directory) if ranks > 1 else "auto"
-    limit: Any = {"limit_val_batches": 1} if case.reader == "limited" else {}
-    trainer = make_trainer(strategy, devices=ranks, **limit)
+    trainer = make_trainer(strategy, devices=ranks, limit_val_batches=case.limit_batches)
     torch.manual_seed(trainer.global_rank)  # users' samplers may draw differently on each rank
     model = Collects(len(loaders))
-    if case.reader == "fit":
+    if case.in_fit:
         trainer.fit(model, loader(6), loaders)
     else:
         trainer.validate(model, loaders, verbose=False)
@@ -334,43 +347,44 @@ def evaluations(
 
 def test_values_of_all_ranks_are_those_of_one_process(evaluations: Evaluations) -> None:
     """Logged values and metrics count each sample once, on every rank."""
-    for record in evaluations.ours:
-        for case in UNLIMITED:
-            alone = evaluations.alone[case].joint
-            torch.testing.assert_close({case: record[case].joint}, {case: alone})
+    alone = {case: record.joint for case, record in evaluations.alone.items()}
+    for records in evaluations.ours:
+        torch.testing.assert_close({case: records[case].joint for case in UNLIMITED}, alone)
 
 
 def test_a_rank_is_idle_where_it_repeats_a_sample(evaluations: Evaluations) -> None:
     """Except in steps with ``strategy.is_idle``, the ranks read each sample once."""
-    for case in UNLIMITED:
-        counted = sum(record[case].counted for record in evaluations.ours)
-        assert (case, counted) == (case, evaluations.alone[case].counted)
+    for case, alone in evaluations.alone.items():
+        counted = sum(records[case].counted for records in evaluations.ours)
+        assert counted == alone.counted, case
 
 
 def test_a_rank_collects_what_it_collects_with_stock(evaluations: Evaluations) -> None:
     """A rank has stock's samples in stock's order, including those that it repeats."""
-    for record, stock in zip(evaluations.ours, evaluations.stock, strict=True):
-        for case in stock:
-            assert_same({case: record[case].collected}, {case: stock[case].collected})
+    for ours, stock in zip(evaluations.ours, evaluations.stock, strict=True):
+        collected = {case: ours[case].collected for case in stock}
+        assert_same(collected, {case: record.collected for case, record in stock.items()})
 
 
 def test_the_step_with_repeated_samples_is_the_only_further_one(evaluations: Evaluations) -> None:
     """With each loader a rank takes as many steps as with stock, or one more."""
-    for record, stock in zip(evaluations.ours, evaluations.stock, strict=True):
+    for ours, stock in zip(evaluations.ours, evaluations.stock, strict=True):
         for case in stock:
-            steps = Counter(number for number, _ in record[case].sizes)
-            for number, steps_of_stock in Counter(n for n, _ in stock[case].sizes).items():
+            steps = ours[case].steps_by_loader()
+            for number, steps_of_stock in stock[case].steps_by_loader().items():
                 assert steps_of_stock <= steps[number] <= steps_of_stock + 1, case
 
 
 def test_batches_have_the_same_sizes_on_all_ranks(evaluations: Evaluations) -> None:
     """The ranks make the same calls, and collectives in a step have the same shapes."""
-    first, *others = ({case: rank[case].sizes for case in rank} for rank in evaluations.ours)
-    assert others == [first] * len(others)
+    first, *others = evaluations.ours
+    for records in others:
+        for case in first:
+            assert records[case].sizes == first[case].sizes, case
 
 
 def test_values_that_the_ranks_do_not_reduce_are_numbers(evaluations: Evaluations) -> None:
     """This is so even on a rank that is idle in its only step."""
-    for record in evaluations.ours:
-        for case in record:
-            assert all(map(math.isfinite, record[case].own.values())), case
+    for records in evaluations.ours:
+        for case, record in records.items():
+            assert all(value.isfinite() for value in record.own.values()), case

@@ -1,14 +1,14 @@
 """A checkpoint that a hook reads by itself does not decide where a run begins."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 
 from tests.harness import training
-from tests.integration.continuing import Net, Training, shuffled
+from tests.integration.continuing import Counts, Net, Training, shuffled
 
 HOOKS = ("setup", "on_fit_start", "on_train_start", "on_train_batch_start")
 
@@ -19,13 +19,14 @@ def save_early(side: training.Kind, directory: Path, model: type[Net]) -> str:
     return runs.run("train_batch_end-1").saved["train_batch_end-1"]
 
 
-def load_a_teacher(
-    side: training.Kind, directory: Path, teacher: Path, plain: Path
+def load_in_hook(
+    hook: str, side: training.Kind, directory: Path, teacher: Path, plain: Path
 ) -> dict[str, Any]:
-    """Return what each hook reads, a checkpoint on all ranks and a file of weights on rank
-    0 only, and the run.
+    """Train, and read files in a hook: a checkpoint on all ranks, and weights on rank 0.
+
+    Return what is read, and what the run trains.
     """
-    found: dict[str, Any] = {}
+    read: dict[str, Any] = {}
 
     def load(trainer: L.Trainer) -> None:
         read["teacher"] = trainer.strategy.load_checkpoint(teacher)["state_dict"]
@@ -33,12 +34,12 @@ def load_a_teacher(
             read["plain"] = trainer.strategy.load_checkpoint(plain)
 
     runs = Training(shuffled(12), directory, side=side, options={"max_epochs": 1})
-    for hook in HOOKS:
-        read: dict[str, Any] = {}
-        run = runs.run(callbacks=[training.At(hook, load)])
-        found[hook] = [read, run.steps, run.counts, run.weights]
-        assert "teacher" in read, f"{hook} was not called"
-    return found
+    run = runs.run(callbacks=[training.At(hook, load)])
+    return {"read": read, "steps": run.steps, "counts": run.counts, "weights": run.weights}
+
+
+def load_in_hooks(side: training.Kind, *paths: Path) -> dict[str, dict[str, Any]]:
+    return {hook: load_in_hook(hook, side, *paths) for hook in HOOKS}
 
 
 def test_a_file_read_in_a_hook_does_not_change_where_training_starts(tmp_path: Path) -> None:
@@ -46,9 +47,12 @@ def test_a_file_read_in_a_hook_does_not_change_where_training_starts(tmp_path: P
     reads, as with stock.
     """
     teacher, _ = training.on_ranks("ours", save_early, tmp_path, Net)
-    torch.save({"layers.0.weight": torch.ones(4, 1)}, tmp_path / "plain.pt")
-    ours, stock = training.on_both(load_a_teacher, tmp_path, Path(teacher), tmp_path / "plain.pt")
+    plain = tmp_path / "plain.pt"
+    torch.save({"layers.0.weight": torch.ones(4, 1)}, plain)
+    ours, stock = training.on_both(load_in_hooks, tmp_path, Path(teacher), plain)
     training.assert_same(ours, stock)
+    for found in ours[0].values():
+        assert found["read"].keys() == {"teacher", "plain"}
 
 
 class Tuned(Net):
@@ -58,15 +62,20 @@ class Tuned(Net):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def find_a_rate(side: training.Kind, directory: Path, path: str) -> list[Any]:
-    """Return the samples and counts of a run that resumes and then looks for a learning rate, which
-    needs four more steps.
-    """
+class Continued(NamedTuple):
+    """The epoch and batch of each step of a resumed run, and its counts at the end."""
+
+    moments: list[tuple[int, int]]
+    counts: Counts
+
+
+def find_a_rate(side: training.Kind, directory: Path, path: str) -> Continued:
+    """Resume a run that first looks for a learning rate, which needs four more steps."""
     finder = LearningRateFinder(num_training_steps=4, update_attr=False)
     options = {"max_epochs": 2, "default_root_dir": directory}
     runs = Training(shuffled(12), directory, side=side, options=options)
     run = runs.run(model=Tuned, callbacks=[finder], ckpt_path=path)
-    return [[len(step.samples) for step in run.steps], *run.counts]
+    return Continued([step.moment for step in run.steps], run.counts)
 
 
 def test_a_finder_of_learning_rates_restores_its_own_file(tmp_path: Path) -> None:
