@@ -32,8 +32,8 @@ def loader(
 ) -> DataLoader[Any]:
     """Return a loader of a number of samples."""
     chosen = options if "batch_sampler" in options else {"batch_size": batch_size, **options}
-    loader: DataLoader[Any] = kind(scores(samples), **chosen)
-    return loader
+    made: DataLoader[Any] = kind(scores(samples), **chosen)
+    return made
 
 
 class Ragged(BatchSampler):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -204,25 +204,37 @@ def test_the_callback_also_serves_stock(tmp_path: Path) -> None:
     torch.testing.assert_close(stock, alone, rtol=1e-9, atol=1e-9)
 
 
-def resume(kind: training.Kind, directory: Path, is_by_flag: bool) -> None:
-    """Save a checkpoint in the middle of an epoch, and resume it."""
+class Resumed(NamedTuple):
+    """The weights of a whole and of a resumed run, and the names in the checkpoint."""
+
+    whole: dict[str, Tensor]
+    resumed: dict[str, Tensor]
+    steps: int
+    saved_names: list[str]
+
+
+def resume(kind: training.Kind, directory: Path, is_by_flag: bool) -> Resumed:
+    """Save a checkpoint after the first of two epochs, and resume it."""
     path = directory / "middle.ckpt"
-
-    def fit(model: Joint, *callbacks: L.Callback, ckpt_path: Path | None = None) -> L.Trainer:
-        converting = [] if is_by_flag else [SyncBatchNormConversion()]
-        options = {"sync_batchnorm": is_by_flag, "ckpt_path": ckpt_path}
-        return training.fit(kind, directory, model, *callbacks, *converting, **options)
-
-    whole = Joint()
     save = training.At(
         "on_train_batch_end", lambda trainer: trainer.save_checkpoint(path), earlier=STEPS_OF_EPOCH
     )
-    fit(whole, save)
-    assert list(torch.load(path, weights_only=True)["state_dict"]) == list(whole.state_dict())
+
+    def fit(model: Joint, ckpt_path: Path | None = None) -> L.Trainer:
+        callbacks = [save] if is_by_flag else [save, SyncBatchNormConversion()]
+        options = {"sync_batchnorm": is_by_flag, "ckpt_path": ckpt_path}
+        return training.fit(kind, directory, model, *callbacks, **options)
+
+    whole = Joint()
+    fit(whole)
     resumed = Joint()
-    trainer = fit(resumed, ckpt_path=path)
-    assert trainer.global_step == 2 * STEPS_OF_EPOCH
-    training.assert_same(training.weights(resumed), training.weights(whole))
+    trainer = fit(resumed, path)
+    return Resumed(
+        training.weights(whole),
+        training.weights(resumed),
+        steps=trainer.global_step,
+        saved_names=list(torch.load(path, weights_only=True)["state_dict"]),
+    )
 
 
 @pytest.mark.parametrize("is_by_flag", [True, False])
@@ -233,7 +245,10 @@ def test_checkpoints_are_those_of_plain_layers_and_resuming_changes_nothing(
 
     A resumed run equals an unbroken one, bit by bit.
     """
-    training.on_ranks("ours", resume, tmp_path, is_by_flag)
+    for result in training.on_ranks("ours", resume, tmp_path, is_by_flag):
+        assert result.saved_names == list(Joint().state_dict())
+        assert result.steps == 2 * STEPS_OF_EPOCH
+        training.assert_same(result.resumed, result.whole)
 
 
 def mean_in_group(

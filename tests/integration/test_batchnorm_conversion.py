@@ -71,7 +71,14 @@ class Observed(Net):
         self.seen["on_fit_end"] = classes_of(self)
 
 
-ERRORS = {"error": ZeroDivisionError(), "Ctrl-C": KeyboardInterrupt()}
+class End(NamedTuple):
+    """How a fit ends: with an error of the second step, or after a share of the batches."""
+
+    error: BaseException | None = None
+    limit_train_batches: float = 1.0
+
+
+SUCCESS = End()
 
 
 class Seen(NamedTuple):
@@ -82,12 +89,14 @@ class Seen(NamedTuple):
 
 
 def fit_and_see(
-    rank: int, world_size: int, directory: Path, kind: Kind, by: By, end: str = "success"
+    rank: int, world_size: int, directory: Path, kind: Kind, by: By, end: End = SUCCESS
 ) -> Seen:
     callbacks = [SyncBatchNormConversion()] if by == "callback" else []
-    batches = 0 if end == "no batches" else 1.0
-    options = {"sync_batchnorm": by == "flag", "limit_train_batches": batches}
-    model = Observed(ERRORS.get(end))
+    options = {
+        "sync_batchnorm": by == "flag",
+        "limit_train_batches": end.limit_train_batches,
+    }
+    model = Observed(end.error)
     with (
         stock_group(rank, world_size, directory) if kind == "stock" else nullcontext(),
         suppress(ZeroDivisionError, RankFailedError, SystemExit),
@@ -122,9 +131,16 @@ def test_converted_and_other_layers_are_named(kind: Kind, by: By, tmp_path: Path
 
 
 @WAYS
-@pytest.mark.parametrize("end", ["no batches", *ERRORS])
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(End(limit_train_batches=0), id="no batches"),
+        pytest.param(End(ZeroDivisionError()), id="error"),
+        pytest.param(End(KeyboardInterrupt()), id="Ctrl-C"),
+    ],
+)
 def test_whatever_ends_fit_the_model_is_what_it_was(
-    kind: Kind, by: By, end: str, tmp_path: Path
+    kind: Kind, by: By, end: End, tmp_path: Path
 ) -> None:
     """All layers have their classes of before."""
     for seen in run_ranks(fit_and_see, 2, tmp_path, kind, by, end):
@@ -249,4 +265,5 @@ def test_ranks_that_run_other_layers_raise(
     )
     outcomes = launch_ranks(train, 2, tmp_path, Normalised(run_otherwise), by_flag)
     assert "BatchNormError" in [outcome.failure.type_name for outcome in outcomes]
-    assert all(message in outcome.failure.message for outcome in outcomes)
+    for outcome in outcomes:
+        assert message in outcome.failure.message

@@ -71,8 +71,8 @@ def read_cases(kind: Kind, directory: Path) -> dict[str, continuing.Batches]:
 
 
 def test_what_lightning_or_the_user_sets_is_not_set_again(tmp_path: Path) -> None:
-    """A sampler reads the number that its user sets, is set once in an epoch, and reads
-    the same as with stock.
+    """Each case reads the same batches as with stock, so a sampler keeps the epoch that
+    its user sets; one that Lightning sets is set once in an epoch.
     """
     ours, stock = on_both(read_cases, tmp_path)
     assert ours == stock
@@ -80,23 +80,27 @@ def test_what_lightning_or_the_user_sets_is_not_set_again(tmp_path: Path) -> Non
         assert cases["a sampler that Lightning sets"] == {0: [[1, 1]] * 2, 1: [[2, 2]] * 2}
 
 
-READS = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end")
+HOOKS = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end")
 
 
-class ReadsOrder(L.Callback):
-    """Reads the training loader in hooks."""
+class ReadsInHooks(L.Callback):
+    """Reads the training loader in hooks.
+
+    Attributes:
+        read: the batches of each call, by hook.
+    """
 
     def __init__(self) -> None:
-        self.read: list[tuple[str, list[Any]]] = []
-        for hook in READS:
+        self.read: dict[str, list[list[Any]]] = {hook: [] for hook in HOOKS}
+        for hook in HOOKS:
             setattr(self, hook, partial(self._read, hook))
 
     def _read(self, hook: str, trainer: L.Trainer, module: Any) -> None:
-        self.read.append((hook, [batch.tolist() for batch in trainer.train_dataloader]))
+        self.read[hook].append([batch.tolist() for batch in trainer.train_dataloader])
 
 
-def read_in_hooks(kind: Kind, directory: Path) -> list[tuple[str, list[Any]]]:
-    reader = ReadsOrder()
+def read_in_hooks(kind: Kind, directory: Path) -> dict[str, list[list[Any]]]:
+    reader = ReadsInHooks()
     continuing.read(kind, directory, continuing.shuffled(), [reader], max_epochs=3)
     return reader.read
 
@@ -105,4 +109,4 @@ def test_hooks_read_stocks_order(tmp_path: Path) -> None:
     """In each hook, user code reads the order that stock reads there."""
     ours, stock = on_both(read_in_hooks, tmp_path)
     assert ours == stock
-    assert len(ours[0]) == 2 + 2 * 3  # two hooks in each of three epochs
+    assert all(ours[0].values()), "a hook was not called"

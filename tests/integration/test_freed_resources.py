@@ -28,7 +28,7 @@ def resources_of_trainers(
     rank: int, world_size: int, directory: Path, *, is_destroyed: bool
 ) -> list[Resources]:
     """Return the resources after each of five Trainers, none of which has the group of
-    the one before.
+    the one before: the script destroys it, or the next one needs another interface.
     """
     resources = []
     for number in range(5):
@@ -51,7 +51,7 @@ def test_groups_formed_one_after_another_free_their_sockets_and_threads(
     interfaces.
     """
     for resources in run_ranks(resources_of_trainers, 2, tmp_path, is_destroyed=is_destroyed):
-        _, second, _, _, last = resources
+        _, second, *_, last = resources
         # A thread that looks for deadlocks may be reading at that moment; a leak adds
         # some for each group.
         assert last.descriptors <= second.descriptors + 1, resources
@@ -59,12 +59,17 @@ def test_groups_formed_one_after_another_free_their_sockets_and_threads(
 
 
 class Reloaded(Net):
-    """Notes at each epoch's start which datasets of its loaders are in memory."""
+    """Makes new loaders for each epoch.
+
+    Attributes:
+        datasets: those of the loaders, as far as they are still in memory.
+        alive: which of them were when each epoch started, by stage and in order.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.datasets: dict[str, list[weakref.ref[Any]]] = {"train": [], "validation": []}
-        self.left: list[dict[str, list[bool]]] = []
+        self.alive: list[dict[str, list[bool]]] = []
 
     def train_dataloader(self) -> DataLoader[Any]:
         return self.loader("train")
@@ -84,21 +89,24 @@ class Reloaded(Net):
             stage: [dataset() is not None for dataset in datasets]
             for stage, datasets in self.datasets.items()
         }
-        self.left.append(alive)
+        self.alive.append(alive)
 
 
-def left_of_reloaded(kind: training.Kind, directory: Path) -> list[dict[str, list[bool]]]:
-    """Return what is left at each epoch's start of a fit without a collection."""
+def fit_reloaded(kind: training.Kind, directory: Path) -> list[dict[str, list[bool]]]:
+    """Return which datasets are in memory at the start of each epoch."""
     model = Reloaded()
-    gc.disable()
+    gc.disable()  # in this rank's process, so that only references keep a dataset
     options = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 4}
     training.fit(kind, directory, model, **options)
-    return model.left
+    return model.alive
 
 
 def test_loaders_that_are_made_again_are_freed_at_once(tmp_path: Path) -> None:
     """As with stock, memory and workers of earlier epochs do not wait for a collection."""
-    for ours, stock in training.on_both(left_of_reloaded, tmp_path):
+    for ours, stock in training.on_both(fit_reloaded, tmp_path):
         assert ours == stock
-        last = ours[-1]
-        assert last == {"train": [False] * 3 + [True], "validation": [False] * 2 + [True]}
+        assert ours[-1] == {
+            "train": [False, False, False, True],
+            # The last one is that of the epoch before; its successor is made later.
+            "validation": [False, False, True],
+        }
