@@ -250,28 +250,37 @@ def test_the_rest_of_an_epoch_can_be_read_in_other_batches(tmp_path: Path) -> No
         assert batches == [whole[4:7], whole[7:]]
 
 
+def save_at(
+    rank: int, world_size: int, directory: Path, loaders: Loaders, point: str, **options: Any
+) -> str:
+    """Return the checkpoint of a run at a point."""
+    return training_on(rank, world_size, directory, loaders, **options).run(point).saved[point]
+
+
+def resume_from(
+    rank: int, world_size: int, directory: Path, loaders: Loaders, path: str, **options: Any
+) -> continuing.Resumed:
+    return continuing.resume(training_on(rank, world_size, directory, loaders, **options), path)
+
+
+def twenty_four(rank: int, world_size: int) -> Any:
+    return divided_by_strategy(24)(rank, world_size)
+
+
 IN_PAIRS = {"max_epochs": 1, "accumulate_grad_batches": 2, "limit_val_batches": 1.0}
-
-
-def save_first_pair(rank: int, world_size: int, directory: Path) -> str:
-    """Return the checkpoint after the first optimiser step: 12 of 24 samples are read."""
-    training = training_on(rank, world_size, directory, divided_by_strategy(24), **IN_PAIRS)
-    return training.run("train_batch_end-2").saved["train_batch_end-2"]
-
-
-def resume_in_pairs(rank: int, world_size: int, directory: Path, path: str) -> Run:
-    training = training_on(rank, world_size, directory, divided_by_strategy(24), **IN_PAIRS)
-    return training.run(ckpt_path=path)
 
 
 def test_the_last_batch_of_an_epoch_is_a_step_on_fewer_ranks(tmp_path: Path) -> None:
     """Its gradients are not left over for the next epoch, and the epoch is validated."""
-    path, *_ = run_ranks(save_first_pair, 3, tmp_path, env=by_hand_env(3))
-    for resumed in run_ranks(resume_in_pairs, 2, tmp_path, path):
+    # After the first optimiser step, 12 of 24 samples are read.
+    path, *_ = run_ranks(
+        save_at, 3, tmp_path, twenty_four, "train_batch_end-2", env=by_hand_env(3), **IN_PAIRS
+    )
+    for run, _ in run_ranks(resume_from, 2, tmp_path, twenty_four, path, **IN_PAIRS):
         # Three batches are left: two of one optimiser step, and the last one alone.
-        assert len(resumed.steps) == 3
-        assert resumed.counts.optimiser_steps == 1 + 2
-        names = [event.what for event in resumed.events]
+        assert len(run.steps) == 3
+        assert run.counts.optimiser_steps == 1 + 2
+        names = [event.what for event in run.events]
         assert names == ["step", "step", "step", "validation", "epoch end"]
 
 
@@ -281,20 +290,11 @@ def exact(rank: int, world_size: int) -> DataLoader[Any]:
     return DataLoader(numbers, 2, sampler=ScalableDistributedSampler(numbers, uneven="exact"))
 
 
-def save_exact(rank: int, world_size: int, directory: Path) -> str:
-    """Return the checkpoint after two of four steps of epoch 1: 8 samples are read."""
-    point = "train_batch_end-6"
-    return training_on(rank, world_size, directory, exact).run(point).saved[point]
-
-
-def resume_exact(rank: int, world_size: int, directory: Path, path: str) -> continuing.Resumed:
-    return continuing.resume(training_on(rank, world_size, directory, exact), path)
-
-
 def test_an_epoch_that_would_be_uneven_on_more_ranks_starts_again(tmp_path: Path) -> None:
     """All ranks train on all its batches, and rank 0 warns."""
-    path, _ = run_ranks(save_exact, 2, tmp_path)
-    first, *others = run_ranks(resume_exact, 3, tmp_path, path, env=by_hand_env(3))
+    # After two of four steps of epoch 1, 8 samples are read.
+    path, _ = run_ranks(save_at, 2, tmp_path, exact, "train_batch_end-6")
+    first, *others = run_ranks(resume_from, 3, tmp_path, exact, path, env=by_hand_env(3))
     [warning] = first.warned
     # Each of three ranks has three batches in the epoch. Of the 7 samples that are left,
     # rank 0 has 3 in two batches, and the others 2 in one batch: one, two and two are done.

@@ -6,6 +6,7 @@ user's that repeats samples, or ``exact_evaluation=False``.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,10 +44,7 @@ class Whole(BatchSampler):
     """Yields whole batches only, although it says ``drop_last=False``."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        samples = list(self.sampler)
-        for batch in range(len(self)):
-            first = batch * self.batch_size
-            yield samples[first : first + self.batch_size]
+        return islice(super().__iter__(), len(self))
 
     def __len__(self) -> int:
         return len(self.sampler) // self.batch_size

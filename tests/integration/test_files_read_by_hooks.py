@@ -1,14 +1,14 @@
 """A checkpoint that a hook reads by itself does not decide where a run begins."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 
 from tests.harness import training
-from tests.integration.continuing import Counts, Net, Training, shuffled
+from tests.integration.continuing import Net, Training, shuffled
 
 HOOKS = ("setup", "on_fit_start", "on_train_start", "on_train_batch_start")
 
@@ -62,20 +62,16 @@ class Tuned(Net):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-class Continued(NamedTuple):
-    """The epoch and batch of each step of a resumed run, and its counts at the end."""
+def find_a_rate(side: training.Kind, directory: Path, path: str) -> dict[str, Any]:
+    """Resume a run that first looks for a learning rate, which needs four more steps.
 
-    moments: list[tuple[int, int]]
-    counts: Counts
-
-
-def find_a_rate(side: training.Kind, directory: Path, path: str) -> Continued:
-    """Resume a run that first looks for a learning rate, which needs four more steps."""
+    Return the epoch and batch of each step, and the counts at the end.
+    """
     finder = LearningRateFinder(num_training_steps=4, update_attr=False)
     options = {"max_epochs": 2, "default_root_dir": directory}
     runs = Training(shuffled(12), directory, side=side, options=options)
     run = runs.run(model=Tuned, callbacks=[finder], ckpt_path=path)
-    return Continued([step.moment for step in run.steps], run.counts)
+    return {"moments": [step.moment for step in run.steps], "counts": run.counts}
 
 
 def test_a_finder_of_learning_rates_restores_its_own_file(tmp_path: Path) -> None:
