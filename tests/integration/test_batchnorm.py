@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import pytest
@@ -204,17 +204,11 @@ def test_the_callback_also_serves_stock(tmp_path: Path) -> None:
     torch.testing.assert_close(stock, alone, rtol=1e-9, atol=1e-9)
 
 
-class Resumed(NamedTuple):
-    """The weights of a whole and of a resumed run, and the names in the checkpoint."""
+def resume(kind: training.Kind, directory: Path, is_by_flag: bool) -> dict[str, Any]:
+    """Save a checkpoint after the first step of the second epoch, and resume it.
 
-    whole: dict[str, Tensor]
-    resumed: dict[str, Tensor]
-    steps: int
-    saved_names: list[str]
-
-
-def resume(kind: training.Kind, directory: Path, is_by_flag: bool) -> Resumed:
-    """Save a checkpoint after the first of two epochs, and resume it."""
+    Return the weights after the whole and the resumed run, and what was saved.
+    """
     path = directory / "middle.ckpt"
     save = training.At(
         "on_train_batch_end", lambda trainer: trainer.save_checkpoint(path), earlier=STEPS_OF_EPOCH
@@ -229,12 +223,12 @@ def resume(kind: training.Kind, directory: Path, is_by_flag: bool) -> Resumed:
     fit(whole)
     resumed = Joint()
     trainer = fit(resumed, path)
-    return Resumed(
-        training.weights(whole),
-        training.weights(resumed),
-        steps=trainer.global_step,
-        saved_names=list(torch.load(path, weights_only=True)["state_dict"]),
-    )
+    return {
+        "whole": training.weights(whole),
+        "resumed": training.weights(resumed),
+        "steps": trainer.global_step,
+        "saved names": list(torch.load(path, weights_only=True)["state_dict"]),
+    }
 
 
 @pytest.mark.parametrize("is_by_flag", [True, False])
@@ -246,9 +240,9 @@ def test_checkpoints_are_those_of_plain_layers_and_resuming_changes_nothing(
     A resumed run equals an unbroken one, bit by bit.
     """
     for result in training.on_ranks("ours", resume, tmp_path, is_by_flag):
-        assert result.saved_names == list(Joint().state_dict())
-        assert result.steps == 2 * STEPS_OF_EPOCH
-        training.assert_same(result.resumed, result.whole)
+        assert result["saved names"] == list(Joint().state_dict())
+        assert result["steps"] == 2 * STEPS_OF_EPOCH
+        training.assert_same(result["resumed"], result["whole"])
 
 
 def mean_in_group(

@@ -1,6 +1,6 @@
 """A resume in the middle of an epoch whose data have changed since the checkpoint."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,7 +77,7 @@ class Change(NamedTuple):
         message: a part of the error.
         ranks: the number of ranks that resume.
         batches: the number of batches in an epoch before.
-        use_distributed_sampler: the Trainer's option, with which the strategy divides samples.
+        options: of the Trainer.
     """
 
     before: Loaders
@@ -85,13 +85,14 @@ class Change(NamedTuple):
     message: str = "cannot be resumed in the middle"
     ranks: int = 2
     batches: int = 4
-    use_distributed_sampler: bool = True
+    options: Mapping[str, Any] = {}
 
 
+USER_DIVIDES: dict[str, Any] = {"use_distributed_sampler": False}
 CHANGES = {
     "more samples": Change(divided_by_strategy(SAMPLES), divided_by_strategy(MORE_SAMPLES)),
     "more samples that the user divides": Change(
-        divided_by_user(SAMPLES), divided_by_user(MORE_SAMPLES), use_distributed_sampler=False
+        divided_by_user(SAMPLES), divided_by_user(MORE_SAMPLES), options=USER_DIVIDES
     ),
     "more samples of a loader with a state": Change(stateful(), stateful(MORE_SAMPLES)),
     "a shorter stream": Change(continuing.stream(9), continuing.stream(2), batches=5),
@@ -104,13 +105,11 @@ CHANGES = {
     "another order on each rank": Change(
         read_by_all(batch_size=2, shuffle=True),
         read_by_all(batch_size=2),
-        use_distributed_sampler=False,
+        options=USER_DIVIDES,
     ),
-    "other batches on each rank": Change(
-        in_batches_of(2), in_batches_of(3), use_distributed_sampler=False
-    ),
+    "other batches on each rank": Change(in_batches_of(2), in_batches_of(3), options=USER_DIVIDES),
     "another sampler on rank 1": Change(
-        in_batches_of(2), dropping_on_rank_one, use_distributed_sampler=False
+        in_batches_of(2), dropping_on_rank_one, options=USER_DIVIDES
     ),
     "another draw by weight": Change(weighted(replacement=True), weighted(replacement=False)),
     "two loaders for one": Change(divided_by_strategy(SAMPLES), two_loaders),
@@ -141,8 +140,7 @@ def training_on(
 def save_in_second_epoch(rank: int, world_size: int, directory: Path, name: str) -> str:
     """Return the checkpoint after two steps of epoch 1."""
     change = CHANGES[name]
-    options = {"use_distributed_sampler": change.use_distributed_sampler}
-    training = training_on(rank, world_size, directory, change.before, **options)
+    training = training_on(rank, world_size, directory, change.before, **change.options)
     point = f"train_batch_end-{change.batches + 2}"
     return training.run(point).saved[point]
 
@@ -159,8 +157,7 @@ def save_and_resume(function: Callable[..., Any], directory: Path, name: str) ->
 def resume_changed(rank: int, world_size: int, directory: Path, name: str, path: str) -> str:
     """Return the error of a resume with changed data."""
     change = CHANGES[name]
-    options = {"use_distributed_sampler": change.use_distributed_sampler}
-    training = training_on(rank, world_size, directory, change.after, **options)
+    training = training_on(rank, world_size, directory, change.after, **change.options)
     with pytest.raises(ResumeError) as refused:
         training.run(ckpt_path=path)
     return str(refused.value)
@@ -264,6 +261,7 @@ def resume_from(
 
 
 def twenty_four(rank: int, world_size: int) -> Any:
+    """Return a loader of 24 samples, which the strategy divides among the ranks."""
     return divided_by_strategy(24)(rank, world_size)
 
 

@@ -85,11 +85,12 @@ class Reloaded(Net):
     def validation_step(self, batch: Tensor, index: int) -> None: ...
 
     def on_train_epoch_start(self) -> None:
-        alive = {
-            stage: [dataset() is not None for dataset in datasets]
-            for stage, datasets in self.datasets.items()
-        }
-        self.alive.append(alive)
+        self.alive.append(
+            {
+                stage: [dataset() is not None for dataset in datasets]
+                for stage, datasets in self.datasets.items()
+            }
+        )
 
 
 def fit_reloaded(kind: training.Kind, directory: Path) -> list[dict[str, list[bool]]]:
