@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +119,7 @@ class Feature:
         model: makes the module.
         trainer: options of the Trainer.
         strategy: options of the strategy.
-        average: makes a callback that averages weights.
+        averaging: a callback that averages weights, or none.
         tolerance: how far weights may be from those of one process.
         by_callback: whether our callback converts layers.
         by_flag: whether the Trainer's flag does.
@@ -129,7 +128,7 @@ class Feature:
     model: Callable[[], Joint] = Joint
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
-    average: Callable[[], L.Callback] | None = None
+    averaging: Sequence[L.Callback] = ()
     tolerance: float = 1e-9
     by_callback: bool = True
     by_flag: bool = False
@@ -147,8 +146,8 @@ FEATURES = {
     "activation checkpointing": Feature(Recomputed),
     "accumulation": Feature(trainer={"accumulate_grad_batches": 2}),
     "bfloat16": Feature(trainer={"precision": "bf16-mixed", "max_steps": 1}, tolerance=2e-2),
-    "SWA": Feature(average=partial(StochasticWeightAveraging, 0.01, 1), **AVERAGING),
-    "EMA": Feature(average=partial(EMAWeightAveraging, decay=0.5), **AVERAGING),
+    "SWA": Feature(averaging=[StochasticWeightAveraging(0.01, 1)], **AVERAGING),
+    "EMA": Feature(averaging=[EMAWeightAveraging(decay=0.5)], **AVERAGING),
 }
 
 
@@ -156,9 +155,8 @@ def learned(feature: Feature, strategy: Any, *callbacks: L.Callback, **options: 
     """Train with a feature, and return what the model and the Trainer have then."""
     torch.manual_seed(1)
     model = feature.model()
-    averaging = [] if feature.average is None else [feature.average()]
     options = {"precision": "64-true", "max_epochs": 1, **options, **feature.trainer}
-    trainer = training.make_trainer(strategy, callbacks=[*averaging, *callbacks], **options)
+    trainer = training.make_trainer(strategy, callbacks=[*feature.averaging, *callbacks], **options)
     trainer.fit(model)
     return {
         "weights": training.weights(model),  # with running statistics

@@ -88,11 +88,12 @@ class Change(NamedTuple):
     options: Mapping[str, Any] = {}
 
 
-USER_DIVIDES: dict[str, Any] = {"use_distributed_sampler": False}
+# The strategy does not divide the samples.
+UNDIVIDED: dict[str, Any] = {"use_distributed_sampler": False}
 CHANGES = {
     "more samples": Change(divided_by_strategy(SAMPLES), divided_by_strategy(MORE_SAMPLES)),
     "more samples that the user divides": Change(
-        divided_by_user(SAMPLES), divided_by_user(MORE_SAMPLES), options=USER_DIVIDES
+        divided_by_user(SAMPLES), divided_by_user(MORE_SAMPLES), options=UNDIVIDED
     ),
     "more samples of a loader with a state": Change(stateful(), stateful(MORE_SAMPLES)),
     "a shorter stream": Change(continuing.stream(9), continuing.stream(2), batches=5),
@@ -105,12 +106,10 @@ CHANGES = {
     "another order on each rank": Change(
         read_by_all(batch_size=2, shuffle=True),
         read_by_all(batch_size=2),
-        options=USER_DIVIDES,
+        options=UNDIVIDED,
     ),
-    "other batches on each rank": Change(in_batches_of(2), in_batches_of(3), options=USER_DIVIDES),
-    "another sampler on rank 1": Change(
-        in_batches_of(2), dropping_on_rank_one, options=USER_DIVIDES
-    ),
+    "other batches on each rank": Change(in_batches_of(2), in_batches_of(3), options=UNDIVIDED),
+    "another sampler on rank 1": Change(in_batches_of(2), dropping_on_rank_one, options=UNDIVIDED),
     "another draw by weight": Change(weighted(replacement=True), weighted(replacement=False)),
     "two loaders for one": Change(divided_by_strategy(SAMPLES), two_loaders),
     "another number of ranks": Change(

@@ -14,7 +14,6 @@ from tests.harness.training import Net
 from tests.integration import checkpointing
 from tests.integration.checkpointing import Keeper
 
-EPOCHS = 3  # of four steps a rank
 LARGE = 16 << 20  # bytes, which a background save still writes when the test starts to read
 
 
@@ -39,7 +38,8 @@ def files_at_every_step(
     )
     lists = ListsFiles(kept)
     io = RankZeroCheckpointIO(background=True)
-    checkpointing.trainer_for(kind, directory, io, [saver, lists], max_epochs=EPOCHS).fit(Net())
+    # In each epoch, a rank has four steps.
+    checkpointing.trainer_for(kind, directory, io, [saver, lists], max_epochs=3).fit(Net())
     return lists.names
 
 

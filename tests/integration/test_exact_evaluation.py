@@ -338,9 +338,10 @@ def evaluations(
     """Evaluate all cases on two or three ranks, and in one process."""
     ranks = request.param
     directory = tmp_path_factory.mktemp("evaluations")
-    cases_of_stock = [*READ_AS_STOCK, *LIMITED]
     ours = on_ranks("ours", evaluate, directory, [*UNLIMITED, *LIMITED], ranks, world_size=ranks)
-    stock = on_ranks("stock", evaluate, directory, cases_of_stock, ranks, world_size=ranks)
+    stock = on_ranks(
+        "stock", evaluate, directory, [*READ_AS_STOCK, *LIMITED], ranks, world_size=ranks
+    )
     (alone,) = on_ranks("stock", evaluate, directory / "stock", UNLIMITED, 1, world_size=1)
     return Evaluations(ours, stock, alone)
 

@@ -38,8 +38,12 @@ def resources_of_trainers(
         if is_destroyed:
             dist.destroy_process_group()
         gc.collect()
-        descriptors = len(os.listdir("/proc/self/fd"))
-        resources.append(Resources(descriptors, threads=len(os.listdir("/proc/self/task"))))
+        resources.append(
+            Resources(
+                descriptors=len(os.listdir("/proc/self/fd")),
+                threads=len(os.listdir("/proc/self/task")),
+            )
+        )
     return resources
 
 
@@ -97,8 +101,7 @@ def fit_reloaded(kind: training.Kind, directory: Path) -> list[dict[str, list[bo
     """Return which datasets are in memory at the start of each epoch."""
     model = Reloaded()
     gc.disable()  # in this rank's process, so that only references keep a dataset
-    options = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 4}
-    training.fit(kind, directory, model, **options)
+    training.fit(kind, directory, model, reload_dataloaders_every_n_epochs=1, max_epochs=4)
     return model.alive
 
 
