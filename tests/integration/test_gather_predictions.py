@@ -175,12 +175,12 @@ LARGE = 1 << 20  # numbers
 
 
 def gather_views(kind: training.Kind, directory: Path) -> int:
-    """Gather five numbers, which are views of large tensors.
+    """Gather five numbers, which are views of large tensors in a mapping within a dict.
 
     Return the most bytes of Python objects, which include what is sent but no tensors.
     """
     trainer = new_trainer(kind, directory)
-    trainer.predict(Predicts(lambda x: {"x": x.repeat(LARGE, 1).T[:, :1]}), loader(5))
+    trainer.predict(Predicts(lambda x: {"x": UserDict(y=x.repeat(LARGE, 1).T[:, :1])}), loader(5))
     tracemalloc.start()
     gather_predictions(trainer)
     _, most_bytes = tracemalloc.get_traced_memory()
