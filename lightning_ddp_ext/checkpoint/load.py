@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.serialization import set_default_mmap_options
+from torch.serialization import default_restore_location, set_default_mmap_options
 
 from lightning_ddp_ext.checkpoint.archive import Archive, is_system_error, unreadable
 from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict
@@ -83,14 +83,15 @@ def _placed(storage: UntypedStorage, location: str, chosen: _MapLocation) -> Unt
     """Return a storage that was saved from ``location`` on its new device."""
     target = location
     if callable(chosen):
-        placed = chosen(storage, location)
-        if placed is not None:
-            return placed  # type: ignore[no-any-return]
+        users_choice: UntypedStorage | None = chosen(storage, location)
+        if users_choice is not None:
+            return users_choice
     elif isinstance(chosen, dict):
         target = chosen.get(location, location)
     else:
         target = chosen
-    return torch.serialization.default_restore_location(storage, target)  # type: ignore[no-any-return]
+    placed: UntypedStorage = default_restore_location(storage, target)
+    return placed
 
 
 def _normalised(map_location: MapLocation) -> _MapLocation:

@@ -21,13 +21,41 @@ _STEPS_COMPARED_AT_FIRST = 2
 _COMPARISON_SHARE = 0.01  # of the time, after these steps
 
 
+class _Schedule:
+    """Chooses the steps that compare contents.
+
+    These are the first two, and later as many as take 1 % of the time.
+
+    Attributes:
+        is_due: whether the current step still compares them.
+    """
+
+    def __init__(self) -> None:
+        self.is_due = False
+        self._steps_started = 0
+        self._next_comparison = 0.0
+
+    def start_step(self) -> None:
+        self._steps_started += 1
+        is_early = self._steps_started <= _STEPS_COMPARED_AT_FIRST
+        self.is_due = is_early or time.monotonic() >= self._next_comparison
+
+    def end_comparison(self, seconds: float) -> None:
+        """Record that the step's comparisons are over, and how long they took."""
+        self.is_due = False
+        self._next_comparison = time.monotonic() + seconds / _COMPARISON_SHARE
+
+
 class SavedParameters:
     """The parameters of a module, as they were when the current step started.
 
-    Each step records the versions of trainable parameters. Contents are compared in the
-    first two steps, and later as often as takes 1 % of the time. A parameter whose
-    contents change outside of the optimiser is copied at the start of each later step,
-    on its own device.
+    In an epoch, :meth:`start_epoch` is called first. A step of the optimiser then calls
+    :meth:`start_step`, :meth:`before_backward` for each batch, and :meth:`end_step`; a
+    step without one may call :meth:`record` instead.
+
+    Each step records the versions of trainable parameters. Contents are compared in some
+    steps. A parameter whose contents change outside of the optimiser is copied at the
+    start of each later step, on its own device.
 
     Attributes:
         has_finished_step: whether an optimiser step has finished.
@@ -42,10 +70,7 @@ class SavedParameters:
         # Set by `start_epoch`.
         self._parameters: dict[str, nn.Parameter] = {}
         self._frozen: set[str] = set()  # their names
-        # When contents are compared: at the start of a step and before its backward pass.
-        self._steps_started = 0  # with these parameters
-        self._is_comparing = False  # in this step
-        self._next_comparison = 0.0
+        self._schedule = _Schedule()
         # What comparisons have found.
         self._checksums: dict[str, int] = {}  # at the last comparison
         self._changing: set[str] = set()  # outside of the optimiser
@@ -59,7 +84,7 @@ class SavedParameters:
             return
         self._parameters = parameters
         self._frozen = frozen
-        self._steps_started = 0
+        self._schedule = _Schedule()
         self._checksums = {}
         self._changing = set()
         self._copies = {}
@@ -68,10 +93,8 @@ class SavedParameters:
     def start_step(self) -> None:
         """Record the parameters, before an optimiser step fetches its first batch."""
         self.is_in_step = True
-        self._steps_started += 1
-        is_early = self._steps_started <= _STEPS_COMPARED_AT_FIRST
-        self._is_comparing = is_early or time.monotonic() >= self._next_comparison
-        if self._is_comparing:
+        self._schedule.start_step()
+        if self._schedule.is_due:
             # Since the last comparison, the optimiser has changed the others.
             self._find_changing(self._frozen)
         for name in self._changing:
@@ -80,14 +103,12 @@ class SavedParameters:
 
     def before_backward(self) -> None:
         """Find the parameters that this step has changed before its backward pass."""
-        if self._is_comparing:
-            self._is_comparing = False
+        if self._schedule.is_due:
             began = time.monotonic()
             # No step of an optimiser lies between this comparison and the last one.
             self._find_changing(self._parameters)
-            ended = time.monotonic()
-            seconds = 2 * (ended - began)  # with the comparison at the start of the step
-            self._next_comparison = ended + seconds / _COMPARISON_SHARE
+            seconds = time.monotonic() - began
+            self._schedule.end_comparison(2 * seconds)  # with that at the start of the step
 
     @property
     def changes_outside_optimiser(self) -> bool:
@@ -103,32 +124,36 @@ class SavedParameters:
     def record(self) -> None:
         """Record the versions of trainable parameters.
 
-        :meth:`undo` expects these versions. Nothing written into ``data`` changes one.
+        :meth:`find_lost` expects these versions. Nothing written into ``data`` changes one.
         """
         self._versions = self._trainable_versions()
 
-    def undo(self, *, step: bool) -> str | None:
-        """Restore the parameters as recorded, unless one of them cannot be restored.
+    def find_lost(self, *, in_step: bool) -> str | None:
+        """Return a parameter that may have changed and was not copied, if any.
 
         Args:
-            step: whether to undo the changes of an unfinished step; otherwise, no
-                parameter may have changed.
+            in_step: whether the changes of an unfinished step will be undone, so that its
+                copied parameters may have changed.
 
         Returns:
-            The name or a description of the parameter that cannot be restored, if any.
+            Its name or a description.
         """
         if not _are_same(dict(self._module.named_parameters()), self._parameters):
             return "a parameter that was added or replaced in this epoch"
-        copies = self._copies if step else {}
         versions = self._trainable_versions()
-        for name in [name for name in self._parameters if name not in copies]:
+        for name in self._parameters:
+            if in_step and name in self._copies:
+                continue
             has_new_version = versions.get(name) != self._versions.get(name)
-            if has_new_version or (step and self._may_have_changed(name)):
+            if has_new_version or (in_step and self._may_have_changed(name)):
                 return name
-        with torch.no_grad():
-            for name, copied in copies.items():
-                self._parameters[name].copy_(copied)
         return None
+
+    @torch.no_grad()
+    def undo_step(self) -> None:
+        """Restore the parameters that an unfinished step has changed."""
+        for name, copied in self._copies.items():
+            self._parameters[name].copy_(copied)
 
     def _trainable_versions(self) -> dict[str, tuple[int, int]]:
         return {
@@ -138,11 +163,14 @@ class SavedParameters:
         }
 
     def _find_changing(self, names: Iterable[str]) -> None:
-        """Add those of ``names`` whose contents changed since the last comparison."""
+        """Compare all parameters, and note those of ``names`` that have changed.
+
+        Without an earlier comparison, none has.
+        """
         last = self._checksums
         now = {name: int(checksum(each)) for name, each in self._parameters.items()}
         self._checksums = now
-        self._changing.update(name for name in names if last.get(name, now[name]) != now[name])
+        self._changing.update(name for name in names if name in last and last[name] != now[name])
 
     def _may_have_changed(self, name: str) -> bool:
         """Whether a parameter may have changed in this step without a new version."""

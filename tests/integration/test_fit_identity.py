@@ -10,7 +10,7 @@ from tests.harness.scripts import run_script
 
 
 def identity(*, job: str, node: str) -> FitIdentity:
-    return FitIdentity({}, {"NODE": node}, job, number=1)
+    return FitIdentity({}, {"NODE": node}, job, is_in_a_hook=False)
 
 
 def save_identity(path: str, *, job: str, node: str) -> None:

@@ -111,7 +111,7 @@ def test_a_data_position_of_another_release_repeats_the_epoch(tmp_path: Path) ->
     torch.save(checkpoint, path)
     first, _ = on_ranks("ours", resume_streams, tmp_path, path)
     assert first.warned == [
-        "the checkpoint's data position in epoch 0 has version 5, but this release reads version 10,"
-        " so that epoch starts again"
+        "the checkpoint's data position in epoch 0 has version 5, but this release reads version"
+        " 10, so that epoch starts again"
     ]
     assert [step.batch for step in first.run.steps if step.epoch == 0] == [0, 1, 2, 3, 4]

@@ -23,7 +23,7 @@ from ..private.lightning_tree import pl
 from ..start.slurm import job_id
 
 KEY = "lightning_ddp_ext_run"  # of the entry in a checkpoint
-# The number of each fit in a hook of another run. No run resumes such a fit.
+# The number of each fit in a hook of another run.
 IN_A_HOOK = 0
 # Environment variables that number the tasks of a job array.
 _TASKS = (
@@ -35,14 +35,18 @@ _TASKS = (
 )
 # Other variables that launchers, schedulers, shells and Lightning set, possibly
 # differently in each run of the same command. They are not compared.
-_NOT_COMPARED = re.compile(
+_OF_SHELLS = (
     r"_|SHLVL|(OLD)?PWD|HOSTNAME|DISPLAY|TERM|TMP(DIR)?|TEMP|TMUX|STY|WINDOWID|INVOCATION_ID"
-    r"|JOURNAL_STREAM|SYSTEMD_EXEC_PID|GNOME_TERMINAL_\w+|JOB_ID|LS_JOBPID"
-    r"|\w+_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK"
-    r"|(\w+_)?(RANK|WORLD_SIZE)|\w+_(PORT|SERVICE_HOST)(_\w+)?"
-    r"|(COV|DBUS|DDPX|HYDRA|JPY|KMP|KUBERNETES|LSB|MASTER|MPI|OMPI|PALS|PBS|PL|PMI|PMIX|PRTE|PYTEST"
-    r"|SGE|SLURM|SLURMD|SSH|TERM|TMUX|TORCHELASTIC|VSCODE|XDG)_\w+"
+    r"|JOURNAL_STREAM|SYSTEMD_EXEC_PID|JOB_ID|LS_JOBPID"
 )
+_OF_PROGRAMS = (
+    r"(COV|DBUS|DDPX|GNOME_TERMINAL|HYDRA|JPY|KMP|KUBERNETES|LSB|MASTER|MPI|OMPI|PALS|PBS|PL|PMI"
+    r"|PMIX|PRTE|PYTEST|SGE|SLURM|SLURMD|SSH|TERM|TMUX|TORCHELASTIC|VSCODE|XDG)_\w+"
+)
+_OF_RANKS = r"(\w+_)?(RANK|WORLD_SIZE)|\w+_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK"
+# Kubernetes sets variables such as REDIS_PORT_6379_TCP and REDIS_SERVICE_HOST.
+_OF_SERVICES = r"\w+_(PORT|SERVICE_HOST)(_\w+)?"
+_NOT_COMPARED = re.compile("|".join([_OF_SHELLS, _OF_PROGRAMS, _OF_RANKS, _OF_SERVICES]))
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -52,18 +56,30 @@ class SavingRun:
 
     Attributes:
         other_fit: how its fit differs from this one; empty for the same fit.
-        other_job: the number of the other SLURM job that it belongs to; empty if one of
-            the runs is outside of SLURM, or both are of the same job.
         changed_variables: the environment variables that it lacked or had differently.
-        is_of_this_job: whether it belongs to this SLURM job, possibly before a requeue.
+        job: the number of its SLURM job; empty outside of SLURM.
+        own_job: the number of this run's SLURM job.
         is_requeued: whether it was stopped so that SLURM requeues its job.
     """
 
     other_fit: str
-    other_job: str
     changed_variables: list[str]
-    is_of_this_job: bool
+    job: str
+    own_job: str
     is_requeued: bool
+
+    @property
+    def is_of_this_job(self) -> bool:
+        """Whether it belongs to this SLURM job, possibly before a requeue."""
+        return bool(self.own_job) and self.job == self.own_job
+
+    @property
+    def other_job(self) -> str:
+        """The number of the other SLURM job that it belongs to.
+
+        Empty if one of the runs is outside of SLURM, or both are of the same job.
+        """
+        return self.job if self.own_job and not self.is_of_this_job else ""
 
     @property
     def is_this_run(self) -> bool:
@@ -80,19 +96,21 @@ class SavingRun:
 class FitIdentity:
     """The identity of a fit, which its stop and rescue checkpoints contain.
 
-    Words and values are hashed, because they may be secrets.
+    Words and values are hashed, because they may be secrets. Before the first fit it is
+    empty.
 
     Attributes:
         facts: what has to be the same in a resumed run, by name.
         environment: the values of the environment variables, by name.
         job: the number of the SLURM job; empty outside of SLURM.
-        number: the number of the fit in its script, or ``IN_A_HOOK``.
+        is_in_a_hook: whether the fit runs in a hook of another run. No run resumes such a
+            fit.
     """
 
     facts: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     job: str = ""
-    number: int = IN_A_HOOK
+    is_in_a_hook: bool = True
 
     def to_entry(self, *, is_requeued: bool = False) -> dict[str, Any]:
         """Return the entry of a checkpoint that :meth:`saving_run` reads."""
@@ -112,13 +130,11 @@ class FitIdentity:
         saved = entry_of(locate(path), KEY)
         if not isinstance(saved, dict) or not {"facts", "environment"} <= saved.keys():
             return None
-        saved_job = saved.get("job") or ""
-        is_of_this_job = bool(self.job) and saved_job == self.job
         return SavingRun(
             other_fit=self._difference(saved),
-            other_job=saved_job if self.job and not is_of_this_job else "",
             changed_variables=self._changed_variables(saved),
-            is_of_this_job=is_of_this_job,
+            job=saved.get("job") or "",
+            own_job=self.job,
             is_requeued=bool(saved.get("is_requeued")),
         )
 
@@ -127,12 +143,15 @@ class FitIdentity:
         own = self.facts
         others = saved["facts"]
         changed = [fact for fact in {**own, **others} if own.get(fact) != others.get(fact)]
-        if not changed and self.number == IN_A_HOOK:
+        if not changed and self.is_in_a_hook:
             return "a fit in a hook"
         return f"a fit with another {listed(changed)}" if changed else ""
 
     def _changed_variables(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the variables whose values were not saved; names are only known here."""
+        """Return the variables whose values were not saved.
+
+        Of a variable that only the saving run had, the name is not known.
+        """
         before = set(saved["environment"])
         changed = [name for name, value in self.environment.items() if value not in before]
         if not changed and before.difference(self.environment.values()):
@@ -145,10 +164,10 @@ def identify(args: tuple[Any, ...], number: int) -> FitIdentity:
 
     Args:
         args: the arguments of the Trainer's function.
-        number: the number of the fit in its script.
+        number: the number of the fit in its script, or ``IN_A_HOOK``.
     """
     facts = {"command": command(), "number in its script": str(number), **_hparams(args)}
-    return FitIdentity(facts, _environment(), job_id(), number)
+    return FitIdentity(facts, _environment(), job_id(), is_in_a_hook=number == IN_A_HOOK)
 
 
 def command() -> str:
@@ -184,10 +203,12 @@ def _hparams(args: tuple[Any, ...]) -> dict[str, str]:
 
 
 def _environment() -> dict[str, str]:
-    variables = {
-        name: value for name, value in os.environ.items() if not _NOT_COMPARED.fullmatch(name)
+    """Return the hashed variables that are the same in each run of a command."""
+    return {
+        name: _hashed([name, value])
+        for name, value in os.environ.items()
+        if not _NOT_COMPARED.fullmatch(name)
     }
-    return {name: _hashed([name, value]) for name, value in variables.items()}
 
 
 def _hashed(value: Any) -> str:

@@ -109,11 +109,13 @@ def _restore_parameters(trainer: Any, parameters: SavedParameters) -> None:
         raise Refused(
             "parameters may have changed before the step fetched its batch (dataloader_iter)"
         )
-    unknown = parameters.undo(step=is_step_lost)
-    if unknown is not None:
+    lost = parameters.find_lost(in_step=is_step_lost)
+    if lost is not None:
         raise Refused(
-            f"{unknown} may have changed since the last step, and its earlier value is not recorded"
+            f"{lost} may have changed since the last step, and its earlier value is not recorded"
         )
+    if is_step_lost:
+        parameters.undo_step()
 
 
 def _restore_buffers(batches: int, recorded: RecordedRun) -> None:
