@@ -135,6 +135,7 @@ TRAINER: dict[str, tuple[Any, ...]] = {
     "reload_dataloaders_every_n_epochs": (0, 1),
     "log_every_n_steps": (1, 3),
     "gradient_clip_val": (None, 0.3),
+    "gradient_clip_algorithm": (None, "value"),
     "precision": (None, "bf16-mixed", "64-true"),
     "use_distributed_sampler": (True, False),
     "inference_mode": (True, False),
@@ -231,7 +232,7 @@ def cover() -> list[Program]:
 
 
 class Watching(L.Callback):
-    """Records the calls of all hooks, and draws a random number in some of them."""
+    """Records the calls of all hooks, and draws a random number in most of them."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -240,7 +241,7 @@ class Watching(L.Callback):
                 setattr(self, name, partial(self._record, name))
 
     def _record(self, name: str, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        draws = name.endswith(("_epoch_start", "batch_end", "on_train_start", "on_fit_end"))
+        draws = name == "setup" or name.endswith(("_start", "_end"))
         self.calls.append((name, trainer.global_step, *([torch.rand(())] if draws else [])))
 
 
