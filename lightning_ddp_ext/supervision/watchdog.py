@@ -81,6 +81,8 @@ class Watchdog:
         """Stop watching; surveys then report that this rank has left the watched code."""
         self.record_progress()  # leaving the code is the last progress
         self._has_stopped.set()
+        # The survey keeps this object, which must not keep the caller and its Trainer.
+        self._describe = lambda frame: ("code after the Trainer's run", "")
         self._thread.join(timeout=1.0)
 
     def _watch(self) -> None:
@@ -131,21 +133,14 @@ class Watchdog:
         return is_abort
 
     def _report(self) -> Report:
-        idle = time.monotonic() - self._moved_at
-        if self._has_stopped.is_set():
-            return report_of(
-                self._who,
-                idle=idle,
-                makes_no_progress=True,
-                doing="code after the Trainer's run",
-                is_watched=False,
-                stacks=all_stacks(),
-            )
         doing, progress = self._describe(main_frame())
+        idle = time.monotonic() - self._moved_at
+        has_stopped = self._has_stopped.is_set()
         return report_of(
             self._who,
             idle=idle,
-            makes_no_progress=idle >= self._timeout,
+            makes_no_progress=has_stopped or idle >= self._timeout,
+            is_watched=not has_stopped,
             doing=doing,
             progress=progress,
             stacks=all_stacks(),
