@@ -1,9 +1,8 @@
 """NCCL's settings are typed, and in the environment while the process group is open."""
 
 import os
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -75,18 +74,23 @@ def train_over_lo(directory: Path, options: NCCLOptions | None) -> Recorder:
     return recorder
 
 
+class Run(NamedTuple):
+    """The variables during a run, and whether its group is not the one of the run before."""
+
+    variables: dict[str, str]
+    has_new_group: bool
+
+
 def change_settings(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
-    """Train four times; return the variables of each run and after them, and whether
-    each later run has a new group.
-    """
-    settings = (NCCLOptions(debug="WARN"), OF_EACH_TYPE, None, None)
-    runs = [train_over_lo(directory, options) for options in settings]
+    """Train four times; return each run, and the variables after them."""
+    runs = []
+    group = None
+    for options in (NCCLOptions(debug="WARN"), OF_EACH_TYPE, None, None):
+        recorder = train_over_lo(directory, options)
+        runs.append(Run(recorder.variables, has_new_group=recorder.group is not group))
+        group = recorder.group
     leave()
-    return {
-        "variables": [run.variables for run in runs],
-        "has_new_group": [later.group is not run.group for run, later in pairwise(runs)],
-        "after": variables(),
-    }
+    return {"runs": runs, "after": variables()}
 
 
 def test_variables_are_set_while_the_group_is_open(tmp_path: Path) -> None:
@@ -94,8 +98,12 @@ def test_variables_are_set_while_the_group_is_open(tmp_path: Path) -> None:
     differ from the last Trainer's; afterwards none is set.
     """
     expected = {
-        "variables": [{"NCCL_DEBUG": "WARN"} | ON_LO, VARIABLES_OF_EACH_TYPE | ON_LO, ON_LO, ON_LO],
-        "has_new_group": [True, True, False],
+        "runs": [
+            Run({"NCCL_DEBUG": "WARN"} | ON_LO, has_new_group=True),
+            Run(VARIABLES_OF_EACH_TYPE | ON_LO, has_new_group=True),
+            Run(ON_LO, has_new_group=True),
+            Run(ON_LO, has_new_group=False),
+        ],
         "after": {},
     }
     env = {**by_hand_env(2), **NOT_EXPORTED}
@@ -175,7 +183,7 @@ def test_torch_leaves_errors_of_cuda_to_python(
     exports it.
     """
     # With torch's default, its watchdog ends the process before Python reports an error.
-    env = {**by_hand_env(1), RETHROW: exported}
+    env = {**by_hand_env(1), **NOT_EXPORTED, RETHROW: exported}
     assert run_ranks(fit_over_gloo_and_nccl, 1, tmp_path, env=env) == [expected]
 
 
