@@ -27,8 +27,11 @@ from tests.rendezvous.connecting import Place, message_of, place, request
 GPU = torch.device("cuda", 0)
 
 
-def on_cpu(*size: int, device: torch.device, ones: Any = torch.ones) -> torch.Tensor:
-    return ones(*size)
+ONES = torch.ones  # also while ``pretended_gpus`` replaces it
+
+
+def on_cpu(*size: int, device: torch.device) -> torch.Tensor:
+    return ONES(*size)
 
 
 @contextmanager
@@ -71,16 +74,19 @@ def join_and_add_ones(rank: int, world_size: int, where: Place, **fields: Any) -
 
 
 def test_ranks_with_several_gpus_form_a_group_that_is_bound_to_none(tmp_path: Path) -> None:
-    """A rank's group is bound to its device only if it has just one.
+    """Their group takes tensors on any device, here on the CPU.
 
     NCCL refuses tensors on other devices than the one to which a group is bound.
     """
-    where = place("file", tmp_path)
-    assert run_ranks(partial(join_and_add_ones, has_one_device=False), 2, where) == [2, 2]
-    (with_one_device,) = launch_ranks(join_and_add_ones, 1, where)
-    # The group is bound to that device, which this machine does not have.
-    assert with_one_device.failure.type_name == "ValueError", with_one_device.story()
-    assert "device_id cuda:0 " in with_one_device.failure.message
+    with_several_devices = partial(join_and_add_ones, has_one_device=False)
+    assert run_ranks(with_several_devices, 2, place("file", tmp_path)) == [2, 2]
+
+
+def test_a_rank_with_one_gpu_forms_a_group_that_is_bound_to_it(tmp_path: Path) -> None:
+    """The group is refused because of its device, which this machine does not have."""
+    (outcome,) = launch_ranks(join_and_add_ones, 1, place("file", tmp_path))
+    assert outcome.failure.type_name == "ValueError", outcome.story()
+    assert "device_id cuda:0 " in outcome.failure.message
 
 
 def change_gpu(rank: int, world_size: int, where: Place) -> None:
@@ -117,21 +123,23 @@ def stuck(*args: Any, **kwargs: Any) -> None:
 
 
 def form_broken_group(rank: int, world_size: int, where: Place, functions: dict[str, Any]) -> None:
-    for name, function in functions.items():
-        setattr(dist.distributed_c10d if name.startswith("_") else dist, name, function)
+    for target, function in functions.items():
+        patch(target, function).start()  # until this process exits
     join(request(rank, world_size, where, init_timeout=2.0, backend=backend("nccl_stand_in")))
 
 
+ALL_REDUCE = "torch.distributed.all_reduce"
+ABORT = "torch.distributed.distributed_c10d._abort_process_group"
 LATE = "did not connect its devices within 2 s (init_timeout); look for messages of nccl_stand_in"
 
 
 @pytest.mark.parametrize(
     ("functions", "finding"),
     [
-        ({"all_reduce": aborted}, "adds ones up to 0; look for messages of nccl_stand_in above"),
-        ({"all_reduce": stuck}, LATE),
-        ({"init_process_group": stuck}, LATE),
-        ({"all_reduce": stuck, "_abort_process_group": stuck}, LATE),
+        ({ALL_REDUCE: aborted}, "adds ones up to 0; look for messages of nccl_stand_in above"),
+        ({ALL_REDUCE: stuck}, LATE),
+        ({"torch.distributed.init_process_group": stuck}, LATE),
+        ({ALL_REDUCE: stuck, ABORT: stuck}, LATE),
     ],
     ids=["aborted", "stuck", "never formed", "abort is stuck"],
 )
