@@ -53,15 +53,15 @@ def imports_of(module: str) -> Iterator[str]:
             base = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
                 # Either a module, or a name in the module ``base``.
-                yield module_named(f"{base}.{alias.name}", base)
+                member = module_named(f"{base}.{alias.name}")
+                yield member if member in FILES else module_named(base)
 
 
-def module_named(*names: str) -> str:
-    """Return the key in ``FILES`` of the first name that is a module or package there;
-    by default, the last name as a package.
+def module_named(name: str) -> str:
+    """Return the full name of a module, as in ``FILES``; other packages' modules count as
+    packages.
     """
-    modules = [module for name in names for module in (name, f"{name}.__init__")]
-    return next((module for module in modules if module in FILES), modules[-1])
+    return name if name in FILES else f"{name}.__init__"
 
 
 def ours(module: str) -> set[str]:
