@@ -17,6 +17,7 @@ from tests.harness.ranks import Environment, RankProcesses, free_port, output_of
 from tests.harness.scripts import start_script
 
 TRAIN = str(Path(train.__file__))
+AGENT = 0  # the only process that ``Job.start_agent`` starts itself
 RESCUE = "rescue_checkpoint=rescued.ckpt"
 # By default, the agent of rank 0 does not tell its store's address to new agents:
 # https://github.com/pytorch/pytorch/issues/147064
@@ -24,32 +25,30 @@ MAY_RETURN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class Job:
-    """A job whose agents share a directory and connect to a port; the first one started
-    listens there.
+    """A job of two nodes, or of ``min_nodes`` while one is missing; its agents share a
+    directory and connect to a port.
     """
 
     def __init__(
-        self, directory: Path, *arguments: str, nodes: str = "2", env: Environment | None = None
+        self, directory: Path, *arguments: str, min_nodes: int = 2, env: Environment | None = None
     ) -> None:
         self._directory = directory
         self._arguments = arguments
-        self._nodes = nodes
+        self._min_nodes = min_nodes
         self._env = env
         self._port = free_port()
-        self._is_host = True
 
-    def start_agent(self) -> AbstractContextManager[RankProcesses]:
-        """Start torchrun on another node, with one rank."""
+    def start_agent(self, *, is_host: bool = False) -> AbstractContextManager[RankProcesses]:
+        """Start torchrun on another node, with one rank; the host listens at the port."""
         settings = {
-            "is_host": self._is_host,
+            "is_host": is_host,
             "keep_alive_interval": 1,
             "keep_alive_max_attempt": 10,  # seconds until a killed agent is missed
             "last_call_timeout": 5,
         }
-        self._is_host = False
         words = [
             "torchrun",
-            f"--nnodes={self._nodes}",
+            f"--nnodes={self._min_nodes}:2",
             "--nproc-per-node=1",
             "--max-restarts=3",
             "--rdzv-backend=c10d",
@@ -57,14 +56,14 @@ class Job:
             f"--rdzv-conf={','.join(f'{name}={value}' for name, value in settings.items())}",
             "--local-addr=127.0.0.1",
         ]
-        arguments = ["devices=1", f"nodes={self._nodes[-1]}", *self._arguments]
+        arguments = ["devices=1", "nodes=2", *self._arguments]
         return start_script(TRAIN, *arguments, launcher=words, cwd=self._directory, env=self._env)
 
 
 def run(directory: Path, *arguments: str) -> str:
     """Return the output of two nodes; fail unless both succeed."""
     job = Job(directory, *arguments)
-    with job.start_agent() as first, job.start_agent() as second:
+    with job.start_agent(is_host=True) as first, job.start_agent() as second:
         return output_of_all([*first.wait(), *second.wait()])
 
 
@@ -82,7 +81,8 @@ def starts_in(output: str) -> list[Start]:
 
 
 def stops_in(output: str) -> list[int]:
-    """Return the steps that all ranks or the survivors saved."""
+    """Return the steps that all ranks or the survivors saved, sorted."""
+    # "all ranks stop after step 3; saved to …" and, from survivors, "saved step 3 to …"
     steps = re.findall(r"(?:all ranks stop after|saved) step (\d+)(?:; saved)? to", output)
     return sorted(map(int, steps))
 
@@ -117,10 +117,10 @@ def test_ranks_are_restarted_after_one_fails(
 def test_an_agent_replaces_a_killed_one(undisturbed: set[str], tmp_path: Path) -> None:
     """The other agent waits for the new one, and no step is lost."""
     job = Job(tmp_path, "step=0.5", RESCUE, env=MAY_RETURN)
-    with job.start_agent() as first, job.start_agent() as second:
-        second.wait_for_output("trains from step 0", 0)
-        second.kill(0)
-        first.wait_for_output("died: its process ended unexpectedly", 0)
+    with job.start_agent(is_host=True) as first, job.start_agent() as second:
+        second.wait_for_output("trains from step 0", AGENT)
+        second.kill(AGENT)
+        first.wait_for_output("died: its process ended unexpectedly", AGENT)
         with job.start_agent() as third:
             expect_resumed(output_of_all([*first.wait(), *third.wait()]), undisturbed)
 
@@ -128,9 +128,9 @@ def test_an_agent_replaces_a_killed_one(undisturbed: set[str], tmp_path: Path) -
 def test_all_ranks_save_after_sigterm_to_an_agent(undisturbed: set[str], tmp_path: Path) -> None:
     """With a new agent, the job continues with the next step."""
     job = Job(tmp_path, "step=0.5", env=MAY_RETURN)
-    with job.start_agent() as first, job.start_agent() as second:
-        second.wait_for_output("trains from step 0", 0)
-        second.kill(0, signal.SIGTERM)
+    with job.start_agent(is_host=True) as first, job.start_agent() as second:
+        second.wait_for_output("trains from step 0", AGENT)
+        second.kill(AGENT, signal.SIGTERM)
         (stopped,) = second.wait()
         with job.start_agent() as third:
             output = output_of_all([*first.wait(), *third.wait()])
@@ -153,11 +153,11 @@ def test_a_job_of_one_or_two_nodes_trains_each_sample_once(
     loss: signal.Signals, tmp_path: Path
 ) -> None:
     """One node continues without the lost one, and both continue when it returns."""
-    job = Job(tmp_path, "step=0.5", RESCUE, nodes="1:2", env=MAY_RETURN)
-    with job.start_agent() as first, job.start_agent() as second:
-        second.wait_for_output("rank 1 of 2 trains from step", 0)
-        second.kill(0, loss)
-        first.wait_for_output("rank 0 of 1 trains from step", 0)
+    job = Job(tmp_path, "step=0.5", RESCUE, min_nodes=1, env=MAY_RETURN)
+    with job.start_agent(is_host=True) as first, job.start_agent() as second:
+        second.wait_for_output("rank 1 of 2 trains from step", AGENT)
+        second.kill(AGENT, loss)
+        first.wait_for_output("rank 0 of 1 trains from step", AGENT)
         with job.start_agent() as third:
             output = output_of_all([*first.wait(), *third.wait()])
             (lost,) = second.wait()
