@@ -99,7 +99,9 @@ def _check_and_read(
 
 @dataclass(frozen=True)
 class _View:
-    """The file that one rank sees at the path.
+    """The file that one rank sees at the path: a file, or the error of opening it.
+
+    At a URL, ranks other than 0 have neither.
 
     Attributes:
         host: the name of the rank's host.
@@ -118,7 +120,7 @@ class _View:
 def _open(stack: ExitStack, location: Location, ranks: Ranks) -> tuple[Archive | None, _View]:
     """Open the checkpoint on this rank, if it can, and return its view of it.
 
-    Only rank 0 fetches a file from an object store.
+    The file stays open as long as ``stack``. Only rank 0 fetches a file from an object store.
     """
     host = socket.gethostname()
     if location.local is None and ranks.rank != 0:
@@ -139,7 +141,7 @@ def _copy_from_rank_zero(
 ) -> Archive:
     """Return rank 0's archive, of which the other ranks get a copy in memory.
 
-    Collective.
+    The copy is open as long as ``stack``. Collective.
     """
     what = f"reading {name}"
     size = ranks.from_rank_zero(None if archive is None else archive.status.st_size)

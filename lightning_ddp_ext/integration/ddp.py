@@ -22,12 +22,14 @@ _SHOWN = 10  # maximum number of parameters that an error names
 class GradientAveraging:
     """Makes DDP average the gradients of a strategy's ranks.
 
-    If a comm hook is set, DDP uses it, even on CPU.
+    If a comm hook is set, DDP uses it, even on CPU. :meth:`on_ddp_formed` is called
+    first, when DDP has wrapped the module.
 
     Args:
         strategy: our strategy.
-        hook: the comm hook, if any; for it, ``wrapper`` and ``state`` see
-            ``DDPExtStrategy``.
+        hook: averages the gradients of a bucket, if given.
+        wrapper: wraps the hook, if given.
+        state: what DDP passes to the hook.
     """
 
     def __init__(
@@ -67,11 +69,11 @@ class GradientAveraging:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Average gradients of parameters that were unfrozen after DDP was built.
+        """Run a backward pass in the block, then average gradients that DDP leaves out.
 
-        DDP ignores parameters that were frozen then. Collective if there are unfrozen
-        ones, unless the gradients of this step are only accumulated. See
-        https://github.com/Lightning-AI/pytorch-lightning/issues/20340.
+        DDP ignores parameters that were frozen when it was built, also if they are unfrozen
+        later. Collective if there are such ones, unless the gradients of this step are only
+        accumulated. See https://github.com/Lightning-AI/pytorch-lightning/issues/20340.
         """
         unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
         yield  # a hook may freeze them again
@@ -82,7 +84,7 @@ class GradientAveraging:
     def name_unused(self, error: BaseException, message: str) -> None:
         """Prepend names and a remedy to DDP's message about unused parameters.
 
-        Other errors are unchanged.
+        Other errors are unchanged, and numbers without a known name are left out.
         """
         # HACK: only the text of torch's error lists these parameters, by their numbers;
         # see Reducer::ensure_prior_reduction_finished in torch's reducer.cpp. An error

@@ -17,7 +17,8 @@ again                                   requested
 anywhere else                           when the checkpoint is saved
 ======================================  ==============================================
 
-Evaluations that follow a fit do not change the state that is saved.
+If the moment was not recorded, the state is that when the checkpoint is saved.
+Evaluations that follow a fit do not change what is saved.
 """
 
 from __future__ import annotations
@@ -70,6 +71,9 @@ class RankPosition(NamedTuple):
 
 class PositionSaver:
     """Records a rank's states, and adds the ranks' positions to checkpoints.
+
+    In a run, :meth:`attach` is called first, :meth:`record` at each moment,
+    :meth:`on_train_end` after the last epoch, and :meth:`save_to` for each checkpoint.
 
     Args:
         strategy: our strategy.
@@ -173,13 +177,13 @@ class PositionSaver:
     def _position_to_save(self, loops: Mapping[str, Any]) -> RankPosition | None:
         """Return this rank's position, or ``None`` if it is unknown.
 
-        Within an epoch, only loaders know it. Between two epochs, it consists of the
-        random state; before the first epoch, nothing has been trained.
+        After training, a checkpoint of its last step has the position of the end. Within
+        an epoch, only loaders know it. Between two epochs, it consists of the random
+        state; before the first epoch, nothing has been trained.
         """
         fit_loop = self._trainer.fit_loop
         is_running = fetcher_of(fit_loop) is not None
         if self._end is not None and not is_running and self._end.batches == _batches_in(loops):
-            # Training has ended, and the checkpoint is of its last step.
             return self._end
         restart = self._find_restart(loops)
         has_loaders = combined_loader_of(fit_loop) is not None

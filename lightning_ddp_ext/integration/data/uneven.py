@@ -1,8 +1,9 @@
 """End the ranks' training epochs together, or refuse different numbers of batches.
 
-1. ``agree_on_length`` sets the length of a new loader, before the first epoch.
-2. ``give_batches`` ends an iterator on all ranks together.
-3. ``on_train_batch_start`` compares the ranks' data once the first batch is read.
+1. ``start_run`` resets the state for a Trainer's run.
+2. ``agree_on_length`` sets the length of a new loader, before its first epoch.
+3. ``give_batches`` ends an iterator on all ranks together.
+4. ``on_train_batch_start`` compares the ranks' data once the first batch is read.
 """
 
 from __future__ import annotations
@@ -66,9 +67,10 @@ class UnevenInputs:
         return self._mode is not None and self._strategy.world_size > 1
 
     def agree_on_length(self, loader: DistributedLoader) -> None:
-        """Set a training loader's length if the ranks end together.
+        """Note a new training loader, and set its length if the ranks end together.
 
-        Collective in that case.
+        Collective in that case. The length is that of the shortest rank. A loader without
+        a length on all ranks keeps none.
 
         Raises:
             ConfigurationError: the ranks have not connected yet.
@@ -101,14 +103,14 @@ class UnevenInputs:
         """
         if not self._ends_together:
             return position.give(batches)
-        position.taken_ahead = AHEAD
+        position.taken_ahead = AHEAD  # before the ranks know that each of them has a batch
         group = group_of_small_collectives()  # CPU tensors need not wait for an accelerator
         return position.give(end_together(batches, group, on_last=self._end_epoch))
 
     def _end_epoch(self) -> None:
         """Make Lightning treat the next batch of a single loader as the last one.
 
-        With several loaders, nothing changes.
+        The fetcher has not yet counted that batch. With several loaders, nothing changes.
         """
         trainer = self._strategy.current_trainer
         if len(combined_loader_of(trainer.fit_loop).flattened) == 1:
