@@ -188,9 +188,10 @@ def _load(archive: Archive, options: LoadOptions, *, mmap: bool) -> Any:
 
     Files from before torch 1.6 are never mapped.
     """
-    place: Placement | str = placement(options.map_location)
-    if _normalised(options.map_location) == "cpu":
-        place = "cpu"  # torch refuses functions for tensors of classes with __torch_dispatch__
+    place: Placement | str = "cpu"
+    if _normalised(options.map_location) != "cpu":
+        # Torch refuses functions for tensors of classes with __torch_dispatch__.
+        place = placement(options.map_location)
     own_options: dict[str, Any] = {"map_location": place, "mmap": mmap and bool(archive.records)}
     if options.weights_only is not None:
         own_options["weights_only"] = options.weights_only

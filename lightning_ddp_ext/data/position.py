@@ -182,7 +182,7 @@ class LoaderPosition:
             start_rest = self._redraw(start)
         if start.number > 0:
             # With `max_size_cycle`, a short loader starts again whenever it ends, and Lightning
-            # ends the epoch when every loader has ended. In the saving run, this one had.
+            # ends the epoch when every loader has ended, as this loader had in the saving run.
             self._resumed_starts.append(lambda: iter(()))
         self._resumed_starts.append(start_rest)
         return state["drawn"] in (None, self._drawn_by(start, start.position + start.ahead))

@@ -59,8 +59,8 @@ class StepValues:
         self._queue: list[_Queued] = []
         # Whether every rank makes another exchange in this step, even without values.
         self._needs_another = False
-        # Whether the ranks need not wait for each other first, since they all make it anyway:
-        # the training step before logged values. Otherwise a rank that does not come is named.
+        # Whether every rank makes it because the training step before logged values. In all
+        # other cases the ranks first wait for each other, so that a missing rank is named.
         self._is_expected = False
         self._has_logged = False  # in the running step
         # In the last training step. Evaluation does not change this, since some ranks may

@@ -105,8 +105,8 @@ class Watchdog:
     def _diagnose(self) -> None:
         """Publish the stuck rank, if any.
 
-        With a survey, rank 0 calls ``_publish`` of its own watchdog, or this rank does
-        if rank 0 does not reply.
+        With a survey, ``_publish`` is called on rank 0, or on this rank if rank 0 does
+        not reply.
         """
         if self._survey is not None:
             self._survey.request("hang")

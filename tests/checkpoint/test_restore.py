@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_ddp_ext.checkpoint.load import LoadOptions
 from lightning_ddp_ext.checkpoint.location import locate
-from lightning_ddp_ext.checkpoint.restore import restore
+from lightning_ddp_ext.checkpoint.restore import Restored, restore
 from lightning_ddp_ext.checkpoint.save import write
 from lightning_ddp_ext.ranks import Ranks
 from tests.checkpoint.content import kinds, numbers, same
@@ -119,11 +119,16 @@ def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
 LARGE = 17 << 20  # numbers, of more bytes than Ranks broadcasts at a time
 
 
-def receive(kind: Kind, directory: Path, path: Path) -> bool:
-    """Return whether weights arrive that are larger than one broadcast."""
+def receive(path: Path, **how: bool) -> Restored:
+    """Restore a file that only rank 0 sees."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     location = locate(path if ranks.rank == 0 else path.with_name("no.ckpt"))
-    content = restore(location, ranks, LoadOptions(), map_weights=True).content
+    return restore(location, ranks, LoadOptions(), **how)
+
+
+def receive_weights(kind: Kind, directory: Path, path: Path) -> bool:
+    """Return whether weights arrive that are larger than one broadcast."""
+    content = receive(path, map_weights=True).content
     return same(content, {"state_dict": {"large": numbers(LARGE)}})
 
 
@@ -131,17 +136,15 @@ def receive(kind: Kind, directory: Path, path: Path) -> bool:
 def test_a_file_that_is_sent_in_pieces_arrives(tmp_path: Path) -> None:
     """The weights stay in memory, although the copy of the file is closed."""
     torch.save({"state_dict": {"large": numbers(LARGE)}}, tmp_path / "it.ckpt")
-    assert on_ranks("stock", receive, tmp_path, tmp_path / "it.ckpt") == [True, True]
+    assert on_ranks("stock", receive_weights, tmp_path, tmp_path / "it.ckpt") == [True, True]
 
 
 def memory_for_a_file(kind: Kind, directory: Path, path: Path) -> float:
     """Return how many bytes this process allocates while it has the file's content, in
     sizes of the file.
     """
-    ranks = Ranks(dist.get_rank(), dist.get_world_size())
-    location = locate(path if ranks.rank == 0 else path.with_name("no.ckpt"))
     before = allocated_bytes()
-    restored = restore(location, ranks, LoadOptions())
+    restored = receive(path)
     used = allocated_bytes() - before
     assert restored.how.startswith(SENT)
     return used / path.stat().st_size

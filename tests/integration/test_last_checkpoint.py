@@ -52,7 +52,7 @@ class Distilled(L.Callback):
 
 
 def train_with_a_teacher(kind: training.Kind, directory: Path, teacher: Path) -> int:
-    """Return the step at which a run begins that has no checkpoint of its own."""
+    """Return the step at which a run without its own checkpoint begins."""
     trainer = checkpointing.trainer_for(kind, directory, None, [Distilled(teacher)], max_epochs=1)
     first_step: int = checkpointing.fit_from(trainer, "last")["step"]
     return first_step

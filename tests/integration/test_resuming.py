@@ -174,5 +174,5 @@ def resume_with_early_load(rank: int, world_size: int, directory: Path) -> str:
 
 
 def test_a_hook_may_load_the_data_before_the_checkpoint(tmp_path: Path) -> None:
-    """The resumed run keeps the order of the seed in the checkpoint, not of its own."""
+    """The resumed run keeps the order of the checkpoint's seed, not that of its own seed."""
     assert run_ranks(resume_with_early_load, 2, tmp_path) == NO_DIFFERENCE

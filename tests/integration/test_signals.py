@@ -385,7 +385,7 @@ def test_a_signal_does_not_kill_a_failed_rank_before_it_prints_the_cause() -> No
 
 
 def terminate_with_blocked_output(rank: int, world_size: int) -> None:
-    """Send SIGTERM to a rank that failed and whose output nobody reads any more."""
+    """Send SIGTERM to a failed rank whose output is no longer read."""
     _reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with suppress(BlockingIOError):

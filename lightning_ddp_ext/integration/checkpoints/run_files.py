@@ -62,8 +62,8 @@ class RunFiles:
     1. :meth:`count_fit` and :meth:`resolve_last`, on each rank, before the ranks connect
     2. :meth:`raise_search_error`, on rank 0, when they have connected
     3. :meth:`chosen`, on each rank, when the Trainer restores a file
-    4. :meth:`place` and :meth:`identify_stop`, on rank 0 and on each rank, if the ranks are
-       stopped, and then :meth:`add_identity`, on each rank, for each checkpoint
+    4. if the ranks are stopped: :meth:`place` on rank 0, then :meth:`identify_stop` and, for
+       each checkpoint, :meth:`add_identity` on each rank
     5. :meth:`remove_obsolete`, on each rank, at the end
 
     With a rescue checkpoint, rank 0 also calls :meth:`place` when training starts.

@@ -45,7 +45,7 @@ class TrainingWeights:
         if self._recorded is None:
             return True
         now = _checksums(module, with_buffers=with_buffers)
-        return self._recorded[: len(now)] == now  # parameters come first
+        return self._recorded[: len(now)] == now  # it begins with the parameters
 
 
 def _may_swap(trainer: Any) -> bool:
