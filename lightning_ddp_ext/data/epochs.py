@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.seeding import WorkerSeeding
+from lightning_ddp_ext.data.seeding import seed_generators
 
 _DATA = (Sampler, Dataset, DataLoader)
 _CONTAINERS = (list, tuple, dict)
@@ -23,31 +23,30 @@ _NOT_FOLLOWED = (torch.Tensor, np.ndarray, torch.nn.Module, str, bytes, bytearra
 _SHORT = 32
 
 
-def prepare_workers(
-    loader: Any, epoch: int, *, rank: int, seeding: WorkerSeeding | None = None
-) -> None:
+def prepare_workers(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> None:
     """Make the workers of a loader's next iterator belong to an epoch.
 
     Call it before the loader is iterated over. Persistent workers would not see the new
     epoch. So the next iterator starts new workers if a dataset has ``set_epoch``, if
-    the dataset is iterable, or if ``seeding`` is given.
+    the dataset is iterable, or if ``seed`` is given.
 
     Args:
         loader: the loader to be iterated over. If it is a ``DataLoader``, its
             ``worker_init_fn`` is replaced.
         epoch: the epoch, from 0.
         rank: this process's rank.
-        seeding: if given, it seeds the loader's workers.
+        seed: if given, the workers' generators are seeded from (``seed``, epoch, rank,
+            worker).
     """
     if isinstance(loader, DataLoader):
         users_function = loader.worker_init_fn
         if isinstance(users_function, StartWorker):  # of an earlier epoch
             users_function = users_function.users_function
-        loader.worker_init_fn = StartWorker(users_function, epoch, rank, seeding)
+        loader.worker_init_fn = StartWorker(users_function, epoch, rank, seed)
     for below in all_below(loader):
         if not isinstance(below, DataLoader) or not below.persistent_workers:
             continue
-        if seeding is not None or _depends_on_epoch(below.dataset):
+        if seed is not None or _depends_on_epoch(below.dataset):
             forget_workers(below)
 
 
@@ -70,14 +69,13 @@ class StartWorker:
         users_function: the loader's function before, or ``None``.
         epoch: from 0.
         rank: from 0.
-        seeding: ``None`` leaves the generators as torch and the user's function seed
-            them.
+        seed: ``None`` leaves the generators as torch and the user's function seed them.
     """
 
     users_function: Callable[[int], None] | None
     epoch: int
     rank: int
-    seeding: WorkerSeeding | None
+    seed: int | None
 
     def __call__(self, worker: int) -> None:
         """Start a worker."""
@@ -85,10 +83,8 @@ class StartWorker:
             os.setpgid(0, 0)
         if self.users_function is not None:
             self.users_function(worker)
-        if self.seeding is not None:
-            info = get_worker_info()
-            assert info is not None
-            self.seeding.seed_worker(info.dataset, epoch=self.epoch, rank=self.rank, worker=worker)
+        if self.seed is not None:
+            seed_generators(self.seed, epoch=self.epoch, rank=self.rank, worker=worker)
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:

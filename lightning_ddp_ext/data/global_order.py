@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import marshal
+import zlib
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, ClassVar, get_args
@@ -21,14 +23,16 @@ _EPOCH_REMEDY = "count epochs from 0"
 # Indices per computation: few enough that the first one is yielded soon.
 BLOCK = 1 << 13
 
+_STABLE_FORMAT = 2  # of `marshal`; newer ones depend on which objects are identical
+
 Order = Callable[[NDArray[np.int64]], NDArray[Any]]  # from positions to their items
 
 
 class GlobalOrderSampler(DistributedSampler[Any]):
     """Base class of our samplers, which split one global order among the ranks.
 
-    A subclass sets ``kind`` and defines ``length`` and ``compute_order``, and also
-    ``fingerprint_of`` if orders are drawn. The class is a ``DistributedSampler`` because
+    A subclass sets ``kind`` and defines ``length`` and ``compute_order``, which sets
+    ``fingerprint`` if orders are drawn. The class is a ``DistributedSampler`` because
     Lightning wraps any other sampler in its own.
 
     Args:
@@ -40,6 +44,8 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         epoch: the epoch whose order is read next.
         drawn_order: the order that the next iterator reads, if the caller has set one;
             otherwise the iterator computes it.
+        fingerprint: the checksum of the latest order that was drawn; 0 if the length,
+            seed and epoch determine the order.
     """
 
     kind: ClassVar[str]
@@ -66,6 +72,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self.epoch = 0
         self._position = 0
         self.drawn_order: Order | None = None
+        self.fingerprint = 0
 
     # What subclasses override.
 
@@ -80,13 +87,6 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         Each call may draw another order.
         """
         raise NotImplementedError
-
-    def fingerprint_of(self, order: Order) -> int:
-        """Return the fingerprint of an order that was drawn.
-
-        It is 0 if the length, seed and epoch determine the order.
-        """
-        return 0
 
     def _set_wrapped_epoch(self) -> None:
         """Set the epoch of wrapped objects, if the subclass has any."""
@@ -211,3 +211,17 @@ def _check_ranks(num_replicas: int, rank: int) -> None:
     remedy = "leave num_replicas and rank out to use those of the process group"
     count = integer(num_replicas, "num_replicas", at_least=1, remedy=remedy)
     integer(rank, "rank", at_most=count - 1, remedy=remedy)
+
+
+def checksum_of(indices: list[Any], previous: int = 0) -> int:
+    """Continue the checksum ``previous`` with what a sampler yielded."""
+    try:
+        content = marshal.dumps(indices, _STABLE_FORMAT)
+    except ValueError:  # such as tensors
+        content = repr(indices).encode()
+    return zlib.crc32(content, previous)
+
+
+def copy_of_collection(item: Any) -> Any:
+    """Return an item that stays the same if a batch sampler reuses a list or an array."""
+    return item.copy() if isinstance(item, (list, np.ndarray)) else item

@@ -1,25 +1,23 @@
-"""Wrap a loader so that its iterators start when the first batch is requested."""
+"""Wrap a loader so that its iterators start when the first batch is requested.
+
+Torch draws the seed of an iterator's workers when the iterator is created. So does the
+wrapper, although the iterator starts later: hooks and models draw the same random
+numbers as with a loader that is not wrapped.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader
-from typing_extensions import override
+import torch
 
-from lightning_ddp_ext.data.epochs import (
-    forget_workers,
-    prepare_workers,
-    samplers_set_by_lightning,
-    set_epoch,
-)
-from lightning_ddp_ext.data.loader_properties import is_stateful
-from lightning_ddp_ext.data.position import LoaderPosition
-from lightning_ddp_ext.data.proxy import copy_attributes, iterable_of, show
-from lightning_ddp_ext.data.seeding import WorkerSeeding
-from lightning_ddp_ext.data.worker_seed import WorkerSeed, workers_seeded_by
+from lightning_ddp_ext.data.epochs import prepare_workers, samplers_set_by_lightning, set_epoch
+from lightning_ddp_ext.data.loader_properties import is_stateful, iterates_as_torch, name_of
+from lightning_ddp_ext.data.position import OfRank, Position, position_of
+from lightning_ddp_ext.data.proxy import iterable_of, own_copy, show
 
 StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
 
@@ -29,9 +27,7 @@ class DistributedLoader:
 
     Lightning creates iterators long before it reads them, and some that it never reads.
     An iterator of this loader therefore does nothing until its first batch, when
-    ``start_iterator`` looks up the epoch and the position. Only the seed of its workers
-    is drawn when it is created, as torch does, so that hooks and models draw the same
-    random numbers as with a loader that is not wrapped, unless a sampler draws as well.
+    ``start_iterator`` looks up the epoch and the position.
 
     Args:
         source: the loader that the Trainer was given; any iterable. It is not changed
@@ -44,11 +40,10 @@ class DistributedLoader:
         source, start_iterator, is_dealt: the arguments.
         loader: the loader to read: a copy of ``source`` if that is a ``DataLoader``
             without a state.
-        worker_seed: the seed of the latest iterator's workers.
         length: the number of batches that replaces the loader's own length; ``None`` to
             keep it.
         start_evaluation: given the loader inside, starts an evaluation's iterator over it.
-        on_iterator: called with this loader when an iterator is created.
+        on_iterator: called with this loader when an iterator is created, if given.
 
     >>> loader = DistributedLoader([1, 2], lambda loader, iterator: iter(loader.loader))
     >>> len(loader), list(loader), list(loader)
@@ -63,18 +58,16 @@ class DistributedLoader:
         self.is_dealt = is_dealt
         # The owner of a state may read it, so the loader is not copied.
         self.loader = source if is_stateful(source) else own_copy(source)
-        self.worker_seed = WorkerSeed(self.loader)
-        # The strategy sets these before the loader is read.
         self.length: int | None = None
         self.start_evaluation: Callable[[Any], Iterator[Any]] = iter
-        self.on_iterator: Callable[[DistributedLoader], object] = lambda loader: None
-
+        self.on_iterator: Callable[[DistributedLoader], object] | None = None
         self._epoch = -1  # of the objects inside
+        self._worker_seeds = UnsentGenerator()
+        self._has_seeded_kept_workers = False
 
     def copy_loader(self) -> None:
         """Read a copy, which can be changed, even of a loader with a state."""
         self.loader = own_copy(self.loader)
-        self.worker_seed = WorkerSeed(self.loader)
 
     def shown(self) -> Any:
         """Return a proxy of this loader with the class and attributes of ``loader``.
@@ -99,45 +92,141 @@ class DistributedLoader:
             is_set = samplers_set_by_lightning(self.loader) if is_set_by_lightning else ()
             set_epoch(self.loader, epoch, except_for=is_set)
 
+    def draw_worker_seed(self) -> None:
+        """Draw what torch draws when an iterator is created, for when it starts.
+
+        Torch draws nothing if workers persist from an earlier iterator.
+        """
+        if not _draws_seed_on_cpu(self.loader) or self._has_seeded_kept_workers:
+            return
+        self._has_seeded_kept_workers = self.loader.persistent_workers
+        source = self.loader.generator or torch.default_generator
+        self._worker_seeds.set_state(source.get_state())
+        torch.empty((), dtype=torch.int64).random_(generator=source)
+
     @contextmanager
-    def workers_of(self, epoch: int, *, rank: int, seeding: WorkerSeeding | None) -> Iterator[None]:
+    def workers_of(self, epoch: int, *, rank: int, seed: int | None) -> Iterator[None]:
         """Give the epoch and the drawn seed to workers of an iterator created in the block.
 
         For the arguments, see :func:`~lightning_ddp_ext.data.epochs.prepare_workers`.
         """
-        prepare_workers(self.loader, epoch, rank=rank, seeding=seeding)
-        with workers_seeded_by(self.loader, self.worker_seed.generator):
+        prepare_workers(self.loader, epoch, rank=rank, seed=seed)
+        if not _draws_seed_on_cpu(self.loader):
             yield
-
-    def draw_seed(self) -> None:
-        """Draw the seed of an iterator's workers when torch would, for when it starts."""
-        self.worker_seed.draw(was_drawn=False)
+            return
+        users_generator = self.loader.generator
+        self.loader.generator = self._worker_seeds
+        try:
+            yield
+        finally:
+            self.loader.generator = users_generator
 
     def __iter__(self) -> Iterator[Any]:
-        self.on_iterator(self)
-        self.draw_seed()
+        if self.on_iterator is not None:
+            self.on_iterator(self)
+        self.draw_worker_seed()
         return LazyIterator(self)
 
     def __len__(self) -> int:
         return len(self.loader) if self.length is None else self.length
 
 
-class TrainingLoader(DistributedLoader):
-    """A loader of training data, whose iterators start at a position.
+@dataclass(frozen=True)
+class Start:
+    """Where an epoch of a training loader begins in this run.
 
-    Attributes:
-        position: the position, which the strategy sets before the loader is read.
+    Args:
+        epoch: the epoch.
+        number: the number of earlier iterators in the epoch. A loader that is combined
+            with a longer one begins again.
+        place: the place in the iterator, see ``data.position``.
+        done: the number of batches of the epoch that were done before.
     """
 
-    position: LoaderPosition
+    epoch: int
+    number: int = 0
+    place: int = 0
+    done: int = 0
 
-    @override
-    def draw_seed(self) -> None:
-        self.worker_seed.draw(was_drawn=self.position.continues())
+
+class TrainingLoader(DistributedLoader):
+    """A loader of training data, whose epochs can continue in their middle.
+
+    Attributes:
+        position, ranks: what finds places in the loader, and what determines this rank's
+            orders, once :meth:`make_position` was called.
+        name: the name of the data in warnings.
+    """
+
+    position: Position
+    ranks: OfRank
+
+    def __init__(
+        self, source: Any, start_iterator: StartIterator, *, is_dealt: bool = False
+    ) -> None:
+        super().__init__(source, start_iterator, is_dealt=is_dealt)
+        self.name = name_of(self.loader)
+        self.start_epoch(-1)
+
+    def make_position(self, ranks: OfRank, read_ahead: int) -> None:
+        """Find out how an epoch can continue, see :func:`~.position.position_of`."""
+        self.ranks = ranks
+        self.position = position_of(self.loader, ranks, read_ahead)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Make the next iterators start at the beginning of an epoch."""
+        self._start = Start(epoch)
+        self._number = -1  # of the newest iterator
+
+    def iterate(self) -> Iterator[Any]:
+        """Start the next iterator of the epoch."""
+        start = self._start
+        is_first = self._number < start.number
+        self._number = start.number if is_first else self._number + 1
+        place = start.place if is_first else 0
+        return self.position.iterate(start.epoch, self._number, place)
+
+    def state_after(self, done: int) -> dict[str, Any]:
+        """Return where this rank is after ``done`` batches of the epoch."""
+        start = self._start
+        number, place = start.number, start.place
+        batches = done - start.done
+        while number < self._number and batches > self.position.left(place):
+            batches -= int(self.position.left(place))
+            number, place = number + 1, 0
+        place = self.position.after(place, batches)
+        return {
+            "number": number,
+            "place": place,
+            "content": self.position.state_at(start.epoch, number, place),
+        }
+
+    def continue_epoch(self, epoch: int, state: dict[str, Any], done: int) -> str | None:
+        """Make the next iterators continue where another run was.
+
+        Return why that is impossible, if it is.
+
+        Args:
+            epoch: the epoch.
+            state: what :meth:`state_after` returned in that run.
+            done: the number of batches that were done, as this number of ranks counts.
+        """
+        self.start_epoch(epoch)
+        if self.position.reason is not None:
+            return self.position.reason
+        if state["content"] is None:
+            return "had read ahead when the checkpoint was saved"
+        number, place = state["number"], state["place"]
+        problem = self.position.restore(epoch, number, place, state["content"])
+        if problem is None:
+            self._start = Start(epoch, number, place, done)
+        return problem
 
 
 class LazyIterator(Iterator[Any]):
     """An iterator of a :class:`DistributedLoader` that starts at its first batch.
+
+    A copy is ``None``, as Lightning copies iterators of torch.
 
     Attributes:
         loader: the loader.
@@ -162,20 +251,31 @@ class LazyIterator(Iterator[Any]):
             self.before_next()
         return next(self.start())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class UnsentGenerator(torch.Generator):
+    """A generator of which another process gets a new one.
+
+    A spawned worker gets it with the loader, if the user's objects refer to the
+    Trainer. Torch could not send its state.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnsentGenerator, ()
+
+
+def _draws_seed_on_cpu(loader: Any) -> bool:
+    """Whether a loader's iterator draws a seed as torch does, and on the CPU."""
+    if not iterates_as_torch(loader):
+        return False
+    generator = loader.generator
+    has_cpu_generator = generator is None or generator.device.type == "cpu"
+    return has_cpu_generator and torch.get_default_device().type == "cpu"
+
 
 def source_of(loader: Any) -> Any:
     """Return the user's loader behind a shown one, or another loader unchanged."""
     distributed = iterable_of(loader)
     return distributed.source if isinstance(distributed, DistributedLoader) else loader
-
-
-def own_copy(loader: Any) -> Any:
-    """Return a copy of a ``DataLoader`` that can be changed and read independently.
-
-    Other iterables are returned as they are, since nothing changes them.
-    """
-    if not isinstance(loader, DataLoader):
-        return loader
-    copied = copy_attributes(loader)
-    forget_workers(copied)
-    return copied

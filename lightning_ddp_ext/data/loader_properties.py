@@ -13,18 +13,6 @@ T = TypeVar("T")
 
 _END = object()
 
-# The attributes in which samplers of torch, and ours, have their parameters. A sampler has
-# one of the two `num_samples`: `RandomSampler` has the private one, behind a property.
-_PARAMETERS = (
-    "batch_size",
-    "drop_last",
-    "_num_samples",
-    "num_samples",
-    "replacement",
-    "seed",
-    "shuffle",
-)
-
 
 def each_of(iterator: Iterator[T]) -> Iterator[T]:
     """Yield the items that are left in an iterator.
@@ -75,37 +63,3 @@ def name_of(loader: Any) -> str:
     """
     samplers = [type(sampler).__name__ for sampler in samplers_below(index_sampler_of(loader))]
     return " over ".join(samplers) or type(getattr(loader, "dataset", loader)).__name__
-
-
-def identity_of(sampler: object) -> str:
-    """Describe a sampler and those inside it by class and parameters.
-
-    Contents, such as weights or a list of indices, are not part of the description.
-
-    >>> from torch.utils.data import BatchSampler, SequentialSampler
-    >>> identity_of(BatchSampler(SequentialSampler(range(3)), 2, drop_last=False))
-    'BatchSampler(batch_size=2, drop_last=False) over SequentialSampler()'
-    """
-    return " over ".join(map(_describe, samplers_below(sampler)))
-
-
-def _describe(sampler: object) -> str:
-    attributes = getattr(sampler, "__dict__", {})
-    parameters = [name for name in _PARAMETERS if isinstance(attributes.get(name), (int, str))]
-    values = [f"{name.lstrip('_')}={attributes[name]!r}" for name in parameters]
-    return f"{type(sampler).__name__}({', '.join(values)})"
-
-
-def parameters_of(loader: Any) -> dict[str, Any]:
-    """Return the parameters that determine a loader's samples.
-
-    The number of workers is one of them if the loader has no indices, because each worker
-    then reads its own part of the data, or has a state, which contains one for each worker.
-    """
-    sampler = index_sampler_of(loader)
-    depends_on_workers = sampler is None or is_stateful(loader)
-    return {
-        "batch_size": getattr(loader, "batch_size", None),
-        "sampler": identity_of(sampler),
-        "num_workers": getattr(loader, "num_workers", None) if depends_on_workers else None,
-    }

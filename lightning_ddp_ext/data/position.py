@@ -1,30 +1,45 @@
-"""Track the position in a training loader, and continue from a saved position.
+"""Draw the orders of a training loader from (seed, epoch), and continue at any place in them.
 
-1. ``start_epoch`` sets the beginning of an epoch. In a resumed epoch ``check`` compares
-   the data with those of the saved position, and ``continue_epoch`` draws again what
-   the saving run, which saved the position, had drawn before it.
-2. ``start_iterator`` starts an iterator there, and ``give`` counts its batches. A loader
-   that is combined with a longer one has several iterators in an epoch.
-3. ``state_dict`` returns the position after any of the latest batches.
+An order that follows from (seed, epoch) can be drawn again, so the place at which a run
+continues is one number:
 
-The subclasses in ``loader_kinds`` differ in how they start an iterator, and in the unit
-of the position.
+====================  ===============  ==============================================
+Loader                Place            A resumed run
+====================  ===============  ==============================================
+with one of our       items that all   starts our sampler there, on any number of
+samplers              ranks have read  ranks
+over another sampler  batches of this  draws the order of (seed, epoch, rank) again,
+                      rank             and skips indices
+with a state          batches of this  restores the state
+                      rank
+any other             unknown          starts the epoch again
+====================  ===============  ==============================================
+
+The place after some more batches is arithmetic, so nothing is recorded while training
+runs, except by a loader with a state that is read ahead.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
-from lightning_ddp_ext.data.epochs import all_below
-from lightning_ddp_ext.data.fingerprints import Trace, checksum_of_batch
+from torch.utils.data import BatchSampler, DataLoader
+from typing_extensions import override
+
+from lightning_ddp_ext.data.epochs import samplers_below
+from lightning_ddp_ext.data.global_order import (
+    GlobalOrderSampler,
+    checksum_of,
+    copy_of_collection,
+)
 from lightning_ddp_ext.data.loader_properties import (
+    each_of,
+    index_sampler_of,
+    is_stateful,
     length_or_inf,
-    name_of,
-    parameters_of,
 )
 from lightning_ddp_ext.data.random_state import (
     generators_of,
@@ -32,367 +47,318 @@ from lightning_ddp_ext.data.random_state import (
     record_random_state,
     restore_random_state,
 )
-from lightning_ddp_ext.data.shortest import AHEAD
-from lightning_ddp_ext.errors import ResumeError
+from lightning_ddp_ext.data.resampled import make_permanent
+from lightning_ddp_ext.data.seeding import mix, seeded
 
-FROM_THE_EPOCHS_START = (
-    'pass DDPExtStrategy(resume_data="epoch") to repeat that epoch from its beginning'
-)
+_BLOCK = 64  # batches that are drawn at a time, because changing random states is slow
+_OTHER_ORDER = "draws another order than before the checkpoint was saved"
 
 
-class LoaderState(NamedTuple):
-    """A state that a loader returned.
+class OfRank(Protocol):
+    """What determines this rank's orders.
 
     Attributes:
-        batches: the number of batches that its iterator had drawn; negative before the
-            position at which the iterator started.
-        content: the state; ``None`` for the beginning of the epoch.
-        fingerprint: the fingerprint of the batches drawn; ``None`` if unknown.
-    """
-
-    batches: int
-    content: Any
-    fingerprint: int | None
-
-
-@dataclass
-class IteratorStart:
-    """Where an iterator of a loader started.
-
-    A loader combined with a longer one has several iterators in an epoch.
-
-    Args:
-        number: the number of earlier iterators in the epoch.
-        batches_before: the number of batches that the loader gave in the epoch before
-            this iterator was created or resumed.
-        position: where it started; 0 at the beginning.
-        ahead: the number of batches that the saving run had drawn after this position.
-        random_states: the random states from which it drew its order. If the loader
-            itself draws, the first one was recorded before ``iter(loader)`` and the
-            second one before the first batch.
-        saved_state: what the position's class added to ``state_dict`` in the saving run.
-        trace: the fingerprints of what was drawn.
-        batch_size: the batch size then, if the position counts samples; ``None`` before
-            the order is drawn.
-        loader_states: the states that the loader returned and a checkpoint may need.
-    """
-
-    number: int = 0
-    batches_before: int = 0
-    position: int = 0
-    ahead: int = 0
-    random_states: list[Any] = field(default_factory=list)
-    saved_state: Any = None
-    trace: Trace = field(default_factory=Trace)
-    batch_size: int | None = None
-    loader_states: list[LoaderState] = field(default_factory=list)
-
-
-class LoaderPosition:
-    """The Trainer's position in one training loader, which may be any iterable.
-
-    In this class, the position is a number of batches, which a resuming run reads
-    and drops. ``loader_kinds`` has a subclass for each quicker way.
-
-    Args:
-        loader: the loader to read.
+        seed: the seed for the order of samples, the same on all ranks.
+        rank: this rank.
         world_size: the number of ranks.
-        remembered: how many iterators to remember, since a checkpoint may lag some
-            batches behind.
-
-    Attributes:
-        name: the name of the data in errors.
-        epoch: the current epoch.
-        batches_given: the number of batches that the Trainer got in this epoch,
-            including those in the saving run.
-        generators: the generators that are attributes of the loader, its samplers, its
-            ``collate_fn`` or the datasets in it, besides the global ones.
-        on_progress: called for each batch that is read again.
     """
 
-    kind = "batches"
-    taken_ahead = 0
-    """The number of batches that are taken from an iterator before they are given."""
-    prefetched = 0
-    """The number of batches whose indices are drawn ahead for workers."""
-    is_by_rank = False
-    """Whether a rank can only continue from its own state, not from another rank's."""
+    seed: int
+    rank: int
+    world_size: int
 
-    def __init__(self, loader: Any, *, world_size: int, remembered: int) -> None:
+
+class Position:
+    """Places in the epochs of a loader, which is read from its beginning only.
+
+    Args:
+        loader: one of our loaders, whose index sampler may be replaced.
+        ranks: what determines this rank's orders.
+        read_ahead: how many batches may be read, but not be done, at a checkpoint.
+
+    Attributes:
+        reason: why an epoch cannot continue in its middle; ``None`` if it can.
+    """
+
+    reason: str | None = "yields batches in an order that cannot be drawn again"
+
+    def __init__(self, loader: Any, ranks: OfRank, read_ahead: int) -> None:
         self.loader = loader
-        self._world_size = world_size
-        self.name = name_of(loader)
-        self.read_parameters()
-        self.epoch = -1
-        self.batches_given = 0
-        collate = getattr(loader, "collate_fn", None)
-        collator = getattr(collate, "__self__", collate)  # of a bound method
-        self.generators = generators_of(*all_below(loader), collator)
-        self.on_progress: Callable[[], object] = lambda: None
-        self._remembered = remembered
-        self._starts: deque[IteratorStart] = deque(maxlen=remembered)
-        # Functions that start the next iterators of a resumed epoch; later ones start at the
-        # beginning.
-        self._resumed_starts = deque[Callable[[], Iterator[Any]]]()
+        self._ranks = ranks
+        self._read_ahead = read_ahead
 
-    def read_parameters(self) -> None:
-        """Read the loader's parameters, before an epoch; a sampler may count in its seed."""
-        self._parameters = parameters_of(self.loader)
+    def iterate(self, epoch: int, number: int, place: int) -> Iterator[Any]:
+        """Start an iterator at a place, the one after ``number`` others in the epoch."""
+        return iter(self.loader)
 
-    # Reading.
+    def after(self, place: int, batches: int) -> int:
+        """Return the place that is reached from another one after some batches."""
+        return place + batches
 
-    def start_epoch(self, epoch: int) -> None:
-        """Make the next iterators start at the beginning of an epoch."""
-        self.epoch = epoch
-        self.batches_given = 0
-        self._starts.clear()
-        self._resumed_starts.clear()
+    def left(self, place: int) -> float:
+        """Return how many batches this rank reads from a place to the end."""
+        return length_or_inf(self.loader) - place
 
-    def continue_epoch(self, epoch: int, state: Mapping[str, Any], *, done: int) -> bool:
-        """Make the next iterators continue where another run was.
+    def state_at(self, epoch: int, number: int, place: int) -> dict[str, Any] | None:
+        """Return what :meth:`restore` needs to find a place again; ``None`` if unknown.
 
-        Return whether that run drew the same items.
+        The place is in the iterator after ``number`` others in the epoch.
+        """
+        return None
+
+    def restore(self, epoch: int, number: int, place: int, state: dict[str, Any]) -> str | None:
+        """Prepare to start the next iterator at a place; return why that is impossible.
 
         Args:
             epoch: the epoch.
-            state: the :meth:`state_dict` of that run.
-            done: the number of its batches in this epoch, converted to the current
-                number of ranks.
-
-        Raises:
-            ResumeError: the data ends before the position.
+            number: the number of earlier iterators in the epoch.
+            place: the place in the iterator.
+            state: what :meth:`state_at` returned, and not ``None``.
         """
-        self.start_epoch(epoch)
-        if epoch > 0 and isinstance(self.loader, Iterator):
-            # It cannot be read again, and the part that was read before is unknown.
-            return False
-        self.batches_given = done
-        start = IteratorStart(
-            number=state["number"],
-            batches_before=done,
-            position=state["at"],
-            ahead=state["ahead"],
-            random_states=state["random"] or [],
-            saved_state=state.get("own"),
-            trace=self._trace(),
-        )
-        self._starts.append(start)
-        with preserve_random_state(self.generators):
-            # The saving run had already created this iterator.
-            start_rest = self._redraw(start)
-        if start.number > 0:
-            # With `max_size_cycle`, a short loader starts again whenever it ends, and Lightning
-            # ends the epoch when every loader has ended, as this loader had in the saving run.
-            self._resumed_starts.append(lambda: iter(()))
-        self._resumed_starts.append(start_rest)
-        return state["drawn"] in (None, self._drawn_by(start, start.position + start.ahead))
+        return self.reason
 
-    def continues(self) -> bool:
-        """Whether the next iterator continues where another run was."""
-        return bool(self._resumed_starts)
 
-    def start_iterator(self, draw_seed: Callable[[], object]) -> Iterator[Any]:
-        """Start the next iterator of the epoch.
+def position_of(loader: Any, ranks: OfRank, read_ahead: int) -> Position:
+    """Return the position in a loader, of the class that the loader allows."""
+    kind: type[Position] = Position
+    if is_stateful(loader):
+        kind = StatePosition
+    elif type(loader).__iter__ is DataLoader.__iter__ and _yields_in_order(loader):
+        kind = SamplerPosition if _reads_our_sampler(loader) else IndexPosition
+    return kind(loader, ranks, read_ahead)
 
-        ``draw_seed`` is called if a whole iterator replaces the rest of a resumed one,
-        because that rest is empty.
-        """
-        if not self._resumed_starts:
-            return self._start_at_beginning()
-        start_rest = self._resumed_starts.popleft()
-        with preserve_random_state(self.generators):
-            rest = start_rest()
-        is_last_rest = not self._resumed_starts
-        had_ended_before = self._starts[-1].number > 0
-        if not (is_last_rest and had_ended_before):
-            return rest
-        # An empty rest would be a second end, and would end the epoch.
-        first_batch = list(islice(rest, 1))
-        if first_batch:
-            return chain(first_batch, rest)
-        draw_seed()
-        return self._start_at_beginning()
 
-    def _start_at_beginning(self) -> Iterator[Any]:
-        number = self._starts[-1].number + 1 if self._starts else 0
-        start = IteratorStart(number, self.batches_given, trace=self._trace())
-        self._starts.append(start)
-        return self._begin(start)
+def _yields_in_order(loader: DataLoader[Any]) -> bool:
+    """Whether a loader yields the batches of a map-style dataset in their drawn order."""
+    has_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
+    return has_order and index_sampler_of(loader) is not None
 
-    def give(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield ``batches`` and count them in ``batches_given``."""
-        for batch in batches:
-            self.batches_given += 1
-            yield batch
 
-    # Saving.
+def _reads_our_sampler(loader: DataLoader[Any]) -> bool:
+    """Whether a loader reads one of our samplers from its beginning to its end."""
+    index_sampler = index_sampler_of(loader)
+    sampler = global_order_of(loader)
+    return sampler is not None and (index_sampler is sampler or type(index_sampler) is BatchSampler)
 
-    def random_states_of_starts(self) -> dict[int, Any]:
-        """Return the random states from which each remembered iterator drew its order.
 
-        The keys are the numbers of earlier iterators in the epoch.
-        """
-        return {start.number: start.random_states for start in self._starts}
+def global_order_of(loader: Any) -> GlobalOrderSampler | None:
+    """Return our sampler that a loader or its batch sampler has, or ``None``."""
+    index_sampler = index_sampler_of(loader)
+    samplers = (index_sampler, getattr(index_sampler, "sampler", None))
+    return next((each for each in samplers if isinstance(each, GlobalOrderSampler)), None)
 
-    def state_dict(self, done: int, given_when_recorded: int) -> dict[str, Any]:
-        """Return this rank's position after ``done`` batches of the epoch.
 
-        ``given_when_recorded`` is the value that ``batches_given`` had when the random
-        states of the checkpoint were recorded. A subclass may add ``own``, the
-        ``saved_state`` of a resuming run's :class:`IteratorStart`.
+def rewind(loader: Any) -> None:
+    """Move our samplers in a loader to the beginning of the epoch."""
+    for sampler in samplers_below(index_sampler_of(loader)):
+        if isinstance(sampler, GlobalOrderSampler):
+            sampler.resume_at(sampler.epoch, 0)
 
-        ==========  ================================================================
-        ``epoch``   the epoch
-        ``number``  the number of earlier iterators in the epoch
-        ``at``      the position of the iterator; its unit depends on the class
-        ``ahead``   the number of batches that were drawn after it by then
-        ``data``    the properties that give the position its meaning
-        ``drawn``   the fingerprint of all that was drawn by then; ``None`` if unknown
-        ``random``  the random states from which the iterator drew
-        ==========  ================================================================
-        """
-        start, batches = self._start_before(done)
-        batches_until = start.batches_before + batches
-        # The random states may be older, for example if the first loader is exhausted.
-        is_older = given_when_recorded < batches_until
-        given = self.batches_given if is_older else given_when_recorded
-        ahead = given + self.taken_ahead + self.prefetched - batches_until
+
+class SamplerPosition(Position):
+    """Places in a loader with one of our samplers, in items that all ranks have read."""
+
+    reason = None
+
+    @property
+    def _sampler(self) -> GlobalOrderSampler:
+        sampler = global_order_of(self.loader)
+        assert sampler is not None
+        return sampler
+
+    @property
+    def _batch_size(self) -> int:
+        """The number of items in a batch; 1 if the sampler yields whole batches."""
+        return int(getattr(index_sampler_of(self.loader), "batch_size", 1))
+
+    @override
+    def iterate(self, epoch: int, number: int, place: int) -> Iterator[Any]:
+        if (self._sampler.epoch, self._sampler.position) != (epoch, place):
+            self._sampler.resume_at(epoch, place)
+        return iter(self.loader)
+
+    @override
+    def after(self, place: int, batches: int) -> int:
+        return self._sampler.shard(place).position_after(batches * self._batch_size)
+
+    @override
+    def left(self, place: int) -> float:
+        items = len(self._sampler.shard(place))
+        drops_rest = getattr(index_sampler_of(self.loader), "drop_last", False)
+        return items // self._batch_size if drops_rest else -(-items // self._batch_size)
+
+    @override
+    def state_at(self, epoch: int, number: int, place: int) -> dict[str, Any]:
+        return {**self._sampler.identity(), "drawn": self._sampler.fingerprint}
+
+    @override
+    def restore(self, epoch: int, number: int, place: int, state: dict[str, Any]) -> str | None:
+        if state.get("length") != self._sampler.length:
+            return f"had {state.get('length')} items, and now has {self._sampler.length}"
+        self._sampler.resume_at(epoch, place)
+        self._sampler.drawn_order = self._sampler.compute_order()
+        is_same = state == self.state_at(epoch, number, place)
+        return None if is_same else _OTHER_ORDER
+
+
+class IndexPosition(Position):
+    """Places in a loader over another sampler, in batches of this rank."""
+
+    reason = None
+
+    def __init__(self, loader: Any, ranks: OfRank, read_ahead: int) -> None:
+        super().__init__(loader, ranks, read_ahead)
+        self._sampler = make_permanent(loader)
+        self._order: DrawnOrder | None = None
+        self._restored: Iterator[Any] | None = None
+
+    def _order_of(self, epoch: int, number: int) -> DrawnOrder:
+        ranks = self._ranks
+        return DrawnOrder(self._sampler.batch_sampler, mix(ranks.seed, epoch, ranks.rank, number))
+
+    def _draw(self, epoch: int, number: int) -> Iterator[Any]:
+        # A generator, so that the order is drawn when its first item is requested.
+        self._order = self._order_of(epoch, number)
+        yield from self._order
+
+    @override
+    def iterate(self, epoch: int, number: int, place: int) -> Iterator[Any]:
+        indices = self._restored or self._draw(epoch, number)
+        self._restored = None
+        self._sampler.draw_next_by(lambda: indices)
+        return iter(self.loader)
+
+    @override
+    def state_at(self, epoch: int, number: int, place: int) -> dict[str, Any]:
+        ranks = self._ranks
+        order = self._order
+        if order is None or order.seed != mix(ranks.seed, epoch, ranks.rank, number):
+            order = self._order_of(epoch, number)  # this iterator has ended
+            deque(islice(order, place), maxlen=0)
         return {
-            "epoch": self.epoch,
-            "number": start.number,
-            "at": self._position(start, batches),
-            "ahead": ahead,
-            "data": self._description(),
-            "drawn": self._drawn_by(start, start.position + batches + ahead),
-            "random": start.random_states,
+            "rank": ranks.rank,
+            "ranks": ranks.world_size,
+            "blocks": order.blocks,
+            "drawn": order.fingerprint,
         }
 
-    def _start_before(self, done: int) -> tuple[IteratorStart, int]:
-        """Find the iterator that gave the ``done``-th batch, or the last one given.
+    @override
+    def restore(self, epoch: int, number: int, place: int, state: dict[str, Any]) -> str | None:
+        if state.get("ranks") != self._ranks.world_size:
+            return f"was read by {state.get('ranks')} ranks, and now by {self._ranks.world_size}"
+        self._order = order = self._order_of(epoch, number)
+        is_own = state["rank"] == self._ranks.rank  # and not of a rank that saved alone
+        blocks = list(islice(order.each_block(), state["blocks"] if is_own else 0))
+        if is_own and order.fingerprint != state["drawn"]:
+            return _OTHER_ORDER
+        self._restored = islice(chain(chain.from_iterable(blocks), order), place, None)
+        return None
 
-        Return its start, and how many batches it gave up to that batch.
-        """
-        if not self._starts:
-            return IteratorStart(), 0
-        earlier = [start for start in self._starts if start.batches_before < done]
-        start = earlier[-1] if earlier else self._starts[0]
-        return start, max(0, min(done, self.batches_given) - start.batches_before)
 
-    # Resuming.
+class StatePosition(Position):
+    """Places in a loader with a state, in batches of this rank.
 
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Raise if the state does not fit the loader's data and number of ranks.
+    The loader's state is that after the latest batch that was read. If batches may be
+    read that are not done at a checkpoint, the states before them are kept.
+    """
 
-        Raises:
-            ResumeError: the error names the difference.
-        """
-        now = self._description()
-        for name, saved in state["data"].items():
-            current = now.get(name)
-            if saved is not None and saved != current:
-                raise ResumeError(
-                    f"epoch {state['epoch']} cannot be resumed in the middle: {self.name} had"
-                    f" {name}={saved!r} when the checkpoint was saved, and now has {current!r};"
-                    " resume with the same loaders, data and number of ranks"
-                    " (ScalableDistributedSampler allows any number), or"
-                    f" {FROM_THE_EPOCHS_START}"
-                )
+    reason = None
 
-    def shared(self) -> dict[str, Any]:
-        """Return the properties that must be equal on all ranks, by name."""
-        return {}
+    def __init__(self, loader: Any, ranks: OfRank, read_ahead: int) -> None:
+        super().__init__(loader, ranks, read_ahead)
+        self._states: deque[tuple[int, Any]] = deque(maxlen=read_ahead)
+        self._read = 0  # batches in the newest iterator
+        self._key = (-1, -1)  # its epoch, and the number of iterators before it
+        self._restored: Iterator[Any] | None = None  # the latest that began within an epoch
 
-    def left_after(self, position: int) -> float:
-        """Return how many batches this rank reads from a position to the end."""
-        return length_or_inf(self.loader) - position
-
-    # The way to read, which subclasses override.
-
-    def _begin(self, start: IteratorStart) -> Iterator[Any]:
-        """Create an iterator over all data, and record its random states."""
-        self._record(start)
-        return self._record_first(start, iter(self.loader))
-
-    def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
-        """Draw the items before ``start`` again, and return a function for the rest.
-
-        The function starts the rest of the iterator. The caller restores the random
-        state.
-        """
-        batches = self._draw_ahead(start, self._read_again(start, start.position))
-        return lambda: batches
-
-    def _position(self, start: IteratorStart, batches: int) -> int:
-        """Return the position that an iterator reaches after a number of batches."""
-        return start.position + batches
-
-    def _drawn_by(self, start: IteratorStart, position: int) -> int | None:
-        """Return the fingerprint of the items that an iterator drew.
-
-        It covers all items up to a position, and is ``None`` if it is unknown.
-        """
-        return start.trace.fingerprint_after(position)
-
-    def _description(self) -> dict[str, Any]:
-        """Return the properties that give a position its meaning.
-
-        A state is only valid for a loader in which they are equal.
-        """
-        dataset = getattr(self.loader, "dataset", None)
-        samples = float("inf") if dataset is None else length_or_inf(dataset)
-        return {
-            "loader": self.kind,
-            "ranks": self._world_size,
-            "samples": samples,
-            **self._parameters,
-        }
-
-    # Helpers.
-
-    def _record_first(self, start: IteratorStart, batches: Iterator[Any]) -> Iterator[Any]:
-        # An __iter__ that is a generator function only draws for its first item.
-        self._record(start)
-        yield from start.trace.follow(batches, checksum_of_batch)
-
-    def _trace(self) -> Trace:
-        return Trace(self._remembered + AHEAD + self.prefetched)
-
-    def _read_again(self, start: IteratorStart, dropped: int) -> Iterator[Any]:
-        """Repeat an iterator of the saving run, and drop its first batches.
-
-        It draws the same random numbers.
-        """
-        before_iterator = start.random_states[:1]
-        before_first_batch = start.random_states[1:]
-        self._restore(before_iterator)
-        read = iter(self.loader)
-        self._restore(before_first_batch)
-        batches = start.trace.follow(read, checksum_of_batch)
-        self._drop(batches, dropped)
+    @override
+    def iterate(self, epoch: int, number: int, place: int) -> Iterator[Any]:
+        if self._restored is not None and self._read == length_or_inf(self.loader):
+            # Some loaders, such as litdata's, forget a restored state only at the end.
+            next(self._restored, None)
+        rewind(self.loader)
+        self._states.clear()
+        self._key = (epoch, number)
+        batches = self._count(iter(self.loader), place)
+        self._restored = batches if place else None
         return batches
 
-    def _draw_ahead(self, start: IteratorStart, items: Iterator[Any]) -> Iterator[Any]:
-        """Draw the items that the saving run had drawn ahead, and return them with the rest.
+    @property
+    def _owner(self) -> list[int]:
+        return [self._ranks.rank, self._ranks.world_size]
 
-        The saving run recorded its random states before it drew the rest.
-        """
-        return chain(list(islice(items, start.ahead)), items)
+    def _count(self, batches: Iterator[Any], place: int) -> Iterator[Any]:
+        self._read = place
+        self._keep_state()
+        for batch in each_of(batches):
+            self._read += 1
+            yield batch
+            self._keep_state()
 
-    def _record(self, start: IteratorStart) -> None:
-        start.random_states.append(record_random_state(self.generators))
+    def _keep_state(self) -> None:
+        if self._states.maxlen:
+            self._states.append((self._read, self.loader.state_dict()))
 
-    def _restore(self, recorded: Sequence[Any]) -> None:
-        for states in recorded:
-            restore_random_state(states, self.generators)
+    @override
+    def state_at(self, epoch: int, number: int, place: int) -> dict[str, Any] | None:
+        if self._key != (epoch, number):
+            return None
+        states = dict(self._states)
+        if place == self._read:
+            states[place] = self.loader.state_dict()
+        return {"owner": self._owner, "state": states[place]} if place in states else None
 
-    def _drop(self, batches: Iterator[Any], number: int) -> None:
-        for dropped in range(number):
-            try:
-                next(batches)
-            except StopIteration:
-                raise ResumeError(
-                    f"epoch {self.epoch} cannot be resumed in the middle: {self.name} ends after"
-                    f" {dropped} batches, but {number} were done before; resume with the same data,"
-                    f" or {FROM_THE_EPOCHS_START}"
-                ) from None
-            self.on_progress()
+    @override
+    def restore(self, epoch: int, number: int, place: int, state: dict[str, Any]) -> str | None:
+        if state.get("owner") != self._owner:
+            return "has no saved state for this rank"
+        self.loader.load_state_dict(state["state"])
+        return None
+
+
+class DrawnOrder:
+    """The indices that a sampler draws under a seed, in blocks.
+
+    Outside of the draws, no generator changes.
+
+    Args:
+        sampler: yields indices, or batches of them.
+        seed: seeds the global generators, and those of the samplers.
+
+    Attributes:
+        seed: the argument.
+        blocks: the number of blocks drawn.
+        fingerprint: the checksum of all indices drawn.
+
+    >>> from torch.utils.data import RandomSampler
+    >>> first, again = [DrawnOrder(RandomSampler(range(9)), seed=1) for _ in range(2)]
+    >>> list(first) == list(again), first.fingerprint == again.fingerprint
+    (True, True)
+    """
+
+    def __init__(self, sampler: Iterable[Any], seed: int) -> None:
+        owners = samplers_below(sampler)
+        self.seed = seed
+        self.blocks = 0
+        self.fingerprint = 0
+        self._generators = generators_of(*owners)
+        with seeded(seed, *owners):
+            self._indices = iter(sampler)
+            self._random_state = record_random_state(self._generators)
+
+    def each_block(self) -> Iterator[list[Any]]:
+        """Yield the rest of the indices, in blocks."""
+        while block := self._draw():
+            self.blocks += 1
+            self.fingerprint = checksum_of(block, self.fingerprint)
+            yield block
+
+    def _draw(self) -> list[Any]:
+        with preserve_random_state(self._generators):
+            restore_random_state(self._random_state, self._generators)
+            block = list(map(copy_of_collection, islice(self._indices, _BLOCK)))
+            self._random_state = record_random_state(self._generators)
+        return block
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(self.each_block())

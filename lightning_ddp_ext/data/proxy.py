@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, TypeVar
 
+from torch.utils.data import DataLoader
+
+from lightning_ddp_ext.data.epochs import forget_workers
+
 T = TypeVar("T")
 
 
@@ -104,6 +108,18 @@ def copy_attributes(original: T) -> T:
     vars(copied).update(attributes or {})
     for name, value in slots.items():
         object.__setattr__(copied, name, value)
+    return copied
+
+
+def own_copy(loader: Any) -> Any:
+    """Return a copy of a ``DataLoader`` that can be changed and read independently.
+
+    Other iterables are returned as they are, since nothing changes them.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader
+    copied = copy_attributes(loader)
+    forget_workers(copied)
     return copied
 
 

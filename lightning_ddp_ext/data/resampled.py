@@ -11,9 +11,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_ddp_ext.data.loader import own_copy
 from lightning_ddp_ext.data.loader_properties import index_sampler_of, is_stateful, length_or_inf
-from lightning_ddp_ext.data.proxy import show
+from lightning_ddp_ext.data.proxy import own_copy, show
 
 _SAMPLER_ATTRIBUTES = ("batch_sampler", "sampler", "batch_size", "drop_last")
 

@@ -15,9 +15,12 @@ from typing_extensions import override
 
 from lightning_ddp_ext.arguments import length_of
 from lightning_ddp_ext.data.epochs import has_set_epoch, samplers_below
-from lightning_ddp_ext.data.fingerprints import checksum_of_indices
-from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
-from lightning_ddp_ext.data.loader_properties import identity_of
+from lightning_ddp_ext.data.global_order import (
+    GlobalOrderSampler,
+    Order,
+    checksum_of,
+    copy_of_collection,
+)
 from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.data.permutation import Permutation
 from lightning_ddp_ext.data.seeding import mix, seeded
@@ -201,10 +204,6 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
         return length_of(self.dataset, self._field, _LENGTH_REMEDY)
 
     @override
-    def identity(self) -> dict[str, Any]:
-        return {**super().identity(), "sampler": identity_of(self.dataset)}
-
-    @override
     def _set_wrapped_epoch(self) -> None:
         for sampler in samplers_below(self.dataset):
             if has_set_epoch(sampler):
@@ -220,18 +219,15 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
         length = self.length
         with seeded(mix(self.seed, self.epoch), *samplers_below(self.dataset)):
             # A batch sampler may reuse one list or array.
-            items = map(_copy_of_collection, islice(self.dataset, length))
+            items = map(copy_of_collection, islice(self.dataset, length))
             drawn = np.fromiter(items, dtype=object)
         if len(drawn) < length:
             raise ConfigurationError(
                 f"{self._field} must yield at least len({self._field}) = {length} items (got"
                 f" {len(drawn)}); correct {type(self.dataset).__name__}.__len__"
             )
+        self.fingerprint = checksum_of(drawn.tolist())
         return drawn.__getitem__
-
-    @override
-    def fingerprint_of(self, order: Order) -> int:
-        return checksum_of_indices(order(np.arange(self.length)).tolist(), previous=0)
 
 
 class SharedSampler(DistributedBatchSamplerWrapper):
@@ -249,7 +245,3 @@ class SharedSampler(DistributedBatchSamplerWrapper):
 def in_order(positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the positions unchanged, for the dataset's own order."""
     return positions
-
-
-def _copy_of_collection(item: Any) -> Any:
-    return item.copy() if isinstance(item, (list, np.ndarray)) else item

@@ -10,7 +10,7 @@ Collaborator     Its question
 ``recorder``     What does a surviving rank need to save the current step?
 ``rescue``       Which rank saves it after another rank's death?
 ``data``         What does each rank read (``uneven``, ``evaluation``), and where does an
-                 epoch continue (``cursor``)?
+                 epoch continue (``resume``)?
 ``metrics``      How are logged values reduced?
 ``averaging``    Which gradients does DDP average?
 ===============  ==================================================================
@@ -45,8 +45,8 @@ from .checkpoints.best_checkpoints import share_best_checkpoints
 from .checkpoints.checkpoint_io import RankZeroCheckpointIO
 from .checkpoints.collective import Checkpoints
 from .checkpoints.run_files import RunFiles
-from .data.cursor import ResumeData, RunParts
-from .data.loaders import TrainerLoaders
+from .data.loaders import RunParts, TrainerLoaders
+from .data.resume import ResumeData
 from .data.sampler_choice import Order
 from .data.uneven import UnevenMode
 from .ddp import CommHook, GradientAveraging
@@ -105,9 +105,8 @@ class DDPExtStrategy(RankDevicesStrategy):
             batches. ``"stop_at_shortest"`` ends it after the last step for which every
             rank has a batch. ``None`` raises if the lengths of the loaders differ.
         resume_data: where training continues in a checkpoint's epoch: ``"exact"``
-            continues with the next batch and each rank's random states, or repeats the
-            epoch if its order cannot be drawn again; ``"strict"`` raises in that case;
-            ``"epoch"`` repeats the epoch, for data that changed; ``"stock"`` does what
+            continues with the next batch and each rank's random states, or starts the
+            epoch again if its order cannot be drawn again; ``"stock"`` does what
             Lightning does.
         stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of
             them: a path, or a file name, which is placed next to the other checkpoints,
@@ -233,7 +232,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             rescue_checkpoint,
             files=self.files,
             stops=self.stops,
-            cursor=self.data.cursor,
+            resume=self.data.resume,
             recorder=self.recorder,
         )
         self.averaging = GradientAveraging(
@@ -305,10 +304,9 @@ class DDPExtStrategy(RankDevicesStrategy):
             filepath,
             storage_options,
             add_states=partial(
-                self.data.saver.save_to,
+                self.data.resume.save_to,
                 checkpoint,
                 f"saving {path}",
-                seed=self.data.cursor.known_seed,
             ),
         )
         trainer = trainer_of(self.lightning_module)
@@ -371,17 +369,16 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_train_start(self) -> None:
         self.data.uneven.report_step_if_even()
-        self.data.cursor.on_train_start()
+        self.data.on_train_start()
 
     @override
     def on_train_end(self) -> None:
         self.data.uneven.report_step_if_even()
-        self.data.saver.on_train_end()
         self.stops.at_end()
 
     @override
     def on_validation_end(self) -> None:
-        self.data.cursor.on_validation_end()
+        self.data.resume.on_validation_end()
         self.recorder.record(Kind.VALIDATED)
         self._end_evaluation()
 

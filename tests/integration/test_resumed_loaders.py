@@ -30,7 +30,11 @@ def resume_two_loaders(
     rank: int, world_size: int, directory: Path, mode: Any, point: str
 ) -> dict[str, str]:
     """Return the differences of a run that resumes within an optimiser step."""
-    options = {"use_distributed_sampler": False, "accumulate_grad_batches": 2}
+    options = {
+        "model": continuing.WITHOUT_DROPOUT,  # random numbers within a step are not repeated
+        "use_distributed_sampler": False,
+        "accumulate_grad_batches": 2,
+    }
     loaders = partial(short_and_long, mode)
     training = Training(loaders, directory, devices=world_size, options=options)
     return continuing.generations(training, [point])

@@ -1,9 +1,8 @@
 """A resumed run equals one that did not stop, in cases that ``test_resume_sweep`` does not
-draw: several failures, ``validate`` before a save, persistent validation workers,
-validation of combined loaders, and a hook that loads the data early.
+draw: several failures, a save after ``fit`` and after ``validate``, validation of combined
+loaders, and a hook that loads the data early.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,22 +53,26 @@ def test_a_run_that_fails_again_and_again_trains_on_each_batch_once(tmp_path: Pa
     assert run_ranks(fail_again_and_again, 2, tmp_path) == NO_DIFFERENCE
 
 
-def validate_and_resume(rank: int, world_size: int, directory: Path, limits: dict[str, int]) -> str:
-    """Describe how a run differs that resumes from a checkpoint saved after ``validate``.
-
-    ``limits`` are the Trainer's options that ended the training before.
-    """
+def save_after_fit(directory: Path, *, validates: bool, **limits: int) -> tuple[Training, Path]:
+    """Train until the limits; save a checkpoint when ``fit``, or then ``validate``, has returned."""
     training = Training(continuing.shuffled(20), directory, options={"max_epochs": 2})
-    path = str(directory / "validated.ckpt")
+    path = directory / "finished.ckpt"
     L.seed_everything(7, verbose=False)
     module = continuing.Net(training.loaders)
     options = {"num_sanity_val_steps": 0, "limit_val_batches": 0, **limits}
     trainer = make_trainer(make_strategy("ours", directory), **options)
     trainer.fit(module)
-    trainer.validate(module, verbose=False)
+    if validates:
+        trainer.validate(module, verbose=False)
     trainer.save_checkpoint(path)
-    whole = training.run()
-    return continuing.difference(training, whole, len(module.steps), training.run(ckpt_path=path))
+    return training, path
+
+
+def resume_after_fit(rank: int, world_size: int, directory: Path, limits: dict[str, int]) -> str:
+    """Describe how a run differs that resumes from a checkpoint of a finished run."""
+    training, path = save_after_fit(directory, validates=False, **limits)
+    done = 3 if "max_steps" in limits else 5
+    return continuing.difference(training, training.run(), done, training.run(ckpt_path=str(path)))
 
 
 @pytest.mark.parametrize(
@@ -82,53 +85,23 @@ def validate_and_resume(rank: int, world_size: int, directory: Path, limits: dic
 def test_a_finished_run_continues_where_training_was(
     limits: dict[str, int], tmp_path: Path
 ) -> None:
-    """A checkpoint that is saved after ``validate`` continues the training.
-
-    The validation followed an epoch, or a step in the middle of one. The random states
-    are those of the end of the training.
-    """
-    assert run_ranks(validate_and_resume, 2, tmp_path, limits) == NO_DIFFERENCE
+    """A checkpoint that is saved after ``fit`` has returned continues the training."""
+    assert run_ranks(resume_after_fit, 2, tmp_path, limits) == NO_DIFFERENCE
 
 
-def resume_with_validation_workers(
-    rank: int, world_size: int, directory: Path, validation_options: dict[str, Any]
-) -> dict[str, str]:
-    """Return the differences of runs that resume in each of these places, and of those
-    that then resume again in a later epoch.
-    """
-    options = {
-        "model": partial(continuing.Net, validation=continuing.KEPT),  # persistent workers
-        "max_epochs": 6,
-        "limit_val_batches": 1.0,
-        **validation_options,
-    }
-    training = Training(continuing.shuffled(SAMPLES), directory, options=options)
-    points = [
-        "train_batch_end-2",  # in the first epoch
-        "train_batch_end-6",
-        "validation_end-8",  # at the end of the second epoch
-        "train_epoch_end-8",
-        "train_batch_end-10",
-        "train_batch_end-14",  # in the fourth epoch
-    ]
-    points_of_resumed_runs = ["train_batch_end-18"]
-    return continuing.generations(training, points, points_of_resumed_runs)
+def resume_after_validate(rank: int, world_size: int, directory: Path) -> tuple[int, list[str]]:
+    """Return the steps of a resumed run whose checkpoint was saved after ``validate``."""
+    training, path = save_after_fit(directory, validates=True, max_epochs=1, max_steps=3)
+    resumed = continuing.resume(training, str(path))
+    return len(resumed.run.steps), resumed.warned
 
 
-@pytest.mark.parametrize(
-    "validation_options",
-    [
-        pytest.param({}, id="each epoch"),
-        pytest.param({"check_val_every_n_epoch": 2}, id="every second epoch"),
-        pytest.param({"reload_dataloaders_every_n_epochs": 1}, id="on new loaders"),
-    ],
-)
-def test_workers_that_persist_for_validation_are_seeded_once(
-    validation_options: dict[str, Any], tmp_path: Path
-) -> None:
-    """A resumed run draws their seed only where an uninterrupted one does."""
-    for differences in run_ranks(resume_with_validation_workers, 2, tmp_path, validation_options):
-        assert differences == {}
+def test_after_validate_an_unfinished_epoch_starts_again(tmp_path: Path) -> None:
+    """By then the Trainer has dropped the loaders, so the place in the epoch is unknown."""
+    both_epochs = 2 * 5
+    (steps, warned), (other_steps, _) = run_ranks(resume_after_validate, 2, tmp_path)
+    assert steps == other_steps == both_epochs
+    assert len(warned) == 1
 
 
 class ValidatedTogether(continuing.LongValidated):

@@ -10,9 +10,8 @@ from typing_extensions import override
 
 from lightning_ddp_ext.arguments import integer
 from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, source_of
-from lightning_ddp_ext.data.loader_kinds import global_order_of
-from lightning_ddp_ext.data.seeding import WorkerSeeding, seed_generators
-from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.data.position import global_order_of
+from lightning_ddp_ext.data.seeding import seed_generators
 
 from ..data.loaders import TrainerLoaders
 from ..data.positions import epoch_of
@@ -38,36 +37,24 @@ class SamplerEpochSeeding(pl.Callback):
         seed: if given, Python's ``random``, NumPy and torch are seeded at the start of
             each training epoch, on each rank and in each worker, with a seed derived
             from (``seed``, epoch, rank, worker). ``None`` does not seed.
-        each_sample: whether workers are also seeded before each sample, with a seed
-            derived from (``seed``, epoch, index of the sample). What a map-style
-            dataset draws in workers, such as augmentation, then depends on nothing
-            else: it is the same with any number of workers, and a run that resumes
-            within an epoch draws the same as an uninterrupted run. A sample that is
-            read twice in an epoch is augmented in the same way. Takes about 20 µs a
-            sample. Datasets with ``__getitems__`` are seeded once for each batch, from
-            its indices.
 
     Raises:
-        ConfigurationError: ``seed`` is negative or not an integer, or missing with
-            ``each_sample=True``.
+        ConfigurationError: ``seed`` is negative or not an integer.
 
     Example::
 
         trainer = L.Trainer(strategy="ddp", devices=2, callbacks=[SamplerEpochSeeding(seed=42)])
     """
 
-    def __init__(self, *, seed: int | None = None, each_sample: bool = False) -> None:
-        if each_sample and seed is None:
-            raise ConfigurationError("each_sample=True needs a seed; pass one such as seed=0")
+    def __init__(self, *, seed: int | None = None) -> None:
         self.seed = None if seed is None else integer(seed, "seed", remedy="pass seed=0")
-        self._worker_seeding = None if self.seed is None else WorkerSeeding(self.seed, each_sample)
         self._replaced = ReplacedMethods()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         data = getattr(trainer.strategy, "data", None)
         if isinstance(data, TrainerLoaders):  # our strategy wraps the loaders itself
-            data.cursor.seeding = self._worker_seeding
+            data.worker_seed = self.seed
         else:
             self._replaced.undo_all()
             self._replaced.prepare_loaders(trainer, by=partial(self._prepare, trainer))
@@ -92,7 +79,7 @@ class SamplerEpochSeeding(pl.Callback):
         epoch = epoch_of(trainer)
         if any(iterator is other for other in iterators_of(active_loop_of(trainer))):
             loader.set_epoch(epoch, is_set_by_lightning=trainer.state.fn == "fit")
-        with loader.workers_of(epoch, rank=trainer.global_rank, seeding=self._worker_seeding):
+        with loader.workers_of(epoch, rank=trainer.global_rank, seed=self.seed):
             return iter(loader.loader)
 
     @override

@@ -1,32 +1,73 @@
-"""Wrap the loaders of a strategy.
+"""Wrap the loaders of a strategy, and start their iterators.
 
 Lightning calls :meth:`TrainerLoaders.prepare` where it would put its own sampler into a
 loader. The result appears to be the user's loader; it iterates a ``DistributedLoader``,
-whose iterators :class:`~.cursor.EpochCursor` starts.
+whose iterators do nothing until their first batch is requested. Then:
+
+1. :meth:`TrainerLoaders.start` sets the epoch in the loader.
+2. If the iterator is the first of a training epoch, ``Resume`` decides where the epoch
+   begins, and the iterators of all training loaders start, so that all of them draw
+   random numbers before any batch is read.
+3. Before each further batch of the first loader, all ranks may stop.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from lightning_ddp_ext.arguments import check_choice
 from lightning_ddp_ext.checkpoint.rank_records import Kind
-from lightning_ddp_ext.data.loader import DistributedLoader, TrainingLoader, source_of
-from lightning_ddp_ext.data.loader_kinds import global_order_of, position_of
+from lightning_ddp_ext.data.loader import (
+    DistributedLoader,
+    LazyIterator,
+    TrainingLoader,
+    source_of,
+)
+from lightning_ddp_ext.data.loader_properties import length_or_inf
+from lightning_ddp_ext.data.position import global_order_of, rewind
+from lightning_ddp_ext.data.proxy import own_copy
+from lightning_ddp_ext.data.shortest import AHEAD
 
 from ..checkpoints.collective import Checkpoints
-from ..private.lightning_tree import RunningStage, pl
-from ..private.replaced_methods import Prepare
+from ..private.compat import active_loop_of, combined_iterator_of, iterators_of
+from ..private.lightning_tree import RunningStage
+from ..private.replaced_methods import Prepare, ReplacedMethods
 from ..start.devices import RankDevicesStrategy
-from .cursor import EpochCursor, ResumeData, RunParts
+from ..stopping.recorder import Recorder
+from ..stopping.stops import StopController
 from .evaluation import EVALUATED, Evaluation
-from .position_saver import PositionSaver
 from .positions import training_loaders_of, validation_loaders_of
+from .resume import Resume, ResumeData
 from .sampler_choice import Order, SamplerChoice
 from .uneven import UnevenInputs, UnevenMode
 
-# A checkpoint may lag these batches behind, besides those of an optimiser step.
-_BATCHES_BEHIND = 4
+
+@dataclass(frozen=True)
+class RunParts:
+    """The parts of a strategy that follow a Trainer's run.
+
+    Attributes:
+        stops: stops all ranks before a batch.
+        recorder: records each step for a rescue.
+        replaced: restores what a run changes in Lightning.
+    """
+
+    stops: StopController
+    recorder: Recorder
+    replaced: ReplacedMethods
+
+
+@dataclass
+class OrderOfRank:
+    """What determines a rank's orders, see ``data.position.OfRank``."""
+
+    seed: int
+    rank: int
+    world_size: int
 
 
 class TrainerLoaders:
@@ -42,8 +83,8 @@ class TrainerLoaders:
     Attributes:
         uneven: handles ranks with different numbers of training batches.
         evaluation: counts each sample once.
-        saver: saves the training position.
-        cursor: starts iterators at it.
+        resume: saves where training continues, and continues there.
+        worker_seed: the seed of loader workers that ``SamplerEpochSeeding`` sets.
     """
 
     def __init__(
@@ -64,38 +105,34 @@ class TrainerLoaders:
         self._parts = parts
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
-        self.saver = PositionSaver(strategy, checkpoints, parts.stops)
-        self.cursor = EpochCursor(strategy, parts, self.uneven, self.saver, resume_data)
-        self._samplers = SamplerChoice(strategy, order, self.evaluation, self.cursor)
+        self.resume = Resume(strategy, checkpoints, parts.stops, parts.replaced, resume_data)
+        self._samplers = SamplerChoice(strategy, order, self.evaluation, self.resume)
+        self.worker_seed: int | None = None
+        self._combined_iterator: Any = None  # of the epoch that was entered last
 
     def attach(self, trainer: Any) -> None:
         """Reset the state, and make a Trainer call :meth:`prepare`.
 
         The Trainer then calls it where it would put its own sampler into a loader.
         """
-        self.saver.attach(trainer)
-        self.cursor.attach(trainer)
+        self.resume.attach(trainer)
         self.uneven.start_run()
         self.evaluation.end()
+        self.worker_seed = None
+        self._combined_iterator = None
         self._parts.replaced.prepare_loaders(trainer, by=self.prepare)
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Prepare to resume from a checkpoint, also if hooks have already loaded the data."""
-        self.cursor.restore(checkpoint)
+        self.resume.restore(checkpoint)
         for loader in training_loaders_of(self._strategy.current_trainer):
+            # Until now, it had the seed of this run instead of the resumed one's.
+            loader.ranks.seed = self.resume.seed
             sampler = global_order_of(loader.loader)
             if loader.is_dealt and sampler is not None:
-                # Until now, it had the seed of this run instead of the resumed one's.
-                sampler.seed = self.cursor.seed
-                loader.position.read_parameters()
+                sampler.seed = self.resume.seed
 
-    def on_train_batch_start(self, batch: Any) -> None:
-        """Let the loops continue as usual, and compare the ranks' first batches.
-
-        Collective if the loaders are new.
-        """
-        self.cursor.on_train_batch_start()
-        self.uneven.on_train_batch_start(batch)
+    # Preparing loaders.
 
     def prepare(
         self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage
@@ -106,32 +143,24 @@ class TrainerLoaders:
         """
         source = source_of(dataloader)  # another Trainer or stage may have prepared it already
         divided = self._samplers.divide(as_lightning, source, shuffle, stage)
-        kind = DistributedLoader if stage in EVALUATED else TrainingLoader
-        loader = kind(divided, self.cursor.start, is_dealt=divided is not source)
-        if isinstance(loader, TrainingLoader):
-            self._prepare_training(loader)
-        else:
-            self._prepare_evaluation(loader, stage)
+        is_dealt = divided is not source
+        if stage in EVALUATED:
+            evaluated = DistributedLoader(divided, self.start, is_dealt=is_dealt)
+            self.evaluation.prepare(evaluated, stage)
+            evaluated.on_iterator = self._before_validation
+            return evaluated.shown()
+        self._combined_iterator = None  # refers to loaders that are not needed any longer
+        loader = TrainingLoader(divided, self.start, is_dealt=is_dealt)
+        self.uneven.agree_on_length(loader)
+        self._make_position(loader)
         return loader.shown()
 
-    def _prepare_evaluation(self, loader: DistributedLoader, stage: RunningStage) -> None:
-        self.evaluation.prepare(loader, stage)
-        loader.on_iterator = self._before_validation
-        # Loaders that are made again in this run have new workers.
-        is_made_again = bool(validation_loaders_of(self._strategy.current_trainer))
-        if self.saver.had_seeded_validation and not is_made_again:
-            loader.worker_seed.mark_seeded_in_resumed_run()
-
-    def _prepare_training(self, loader: TrainingLoader) -> None:
-        self.cursor.free_loaders()
-        self.uneven.agree_on_length(loader)
-        trainer = self._strategy.current_trainer
-        loader.position = position_of(
-            loader.loader,
-            world_size=self._strategy.world_size,
-            remembered=_most_batches_per_step(trainer) + _BATCHES_BEHIND,
-        )
-        loader.position.generators.append(loader.worker_seed.generator)
+    def _make_position(self, loader: TrainingLoader) -> None:
+        strategy = self._strategy
+        ranks = OrderOfRank(self.resume.seed, strategy.global_rank, strategy.world_size)
+        accumulated = strategy.current_trainer.accumulate_grad_batches
+        is_ahead = accumulated > 1 or length_or_inf(loader) == math.inf
+        loader.make_position(ranks, accumulated + 1 + AHEAD if is_ahead else 0)
 
     def _before_validation(self, loader: DistributedLoader) -> None:
         """Record the weights and the random state before any validation hook runs.
@@ -144,19 +173,90 @@ class TrainerLoaders:
         has_begun = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready > 0
         is_first_loader = validation_loaders_of(trainer)[:1] == [loader]
         if trainer.validating and is_first_loader and not has_begun:
-            self.saver.record("validation")
+            self.resume.before_validation()
             self._parts.recorder.record(Kind.BATCH)
 
+    # Starting iterators.
 
-def _most_batches_per_step(trainer: Any) -> int:
-    """Return the most batches that an optimiser step of this run may have.
+    def start(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
+        """Start an iterator over a loader, because its first batch was requested.
 
-    GradientAccumulationScheduler sets the Trainer's value only when an epoch starts.
-    """
-    scheduled = [
-        batches
-        for callback in trainer.callbacks
-        if isinstance(callback, pl.callbacks.GradientAccumulationScheduler)
-        for batches in callback.scheduling.values()
-    ]
-    return int(max([trainer.accumulate_grad_batches, *scheduled]))
+        An iterator of the fit loop starts at the training position, any other one at
+        the beginning. If user code iterates over a loader, no epoch is set and a copy
+        of the loader is read, because a loop may be reading the loader itself.
+        """
+        trainer = self._strategy.current_trainer
+        is_training = isinstance(loader, TrainingLoader)
+        loop = trainer.fit_loop if is_training else active_loop_of(trainer)
+        is_read_by_loop = any(iterator is other for other in iterators_of(loop))
+        if is_read_by_loop:
+            # Without a length, Lightning reads a resumed epoch's first batch before it
+            # sets the epoch of samplers.
+            is_set_by_lightning = self.resume.restart is None or self.resume.is_training
+            loader.set_epoch(self.resume.epoch, is_set_by_lightning=is_set_by_lightning)
+        if isinstance(loader, TrainingLoader) and is_read_by_loop:
+            return self._start_training(loader, iterator)
+        rewind(loader.loader)
+        with self._workers_of(loader):
+            if is_read_by_loop:
+                return loader.start_evaluation(loader.loader)
+            return iter(own_copy(loader.loader))
+
+    def _workers_of(self, loader: DistributedLoader) -> AbstractContextManager[None]:
+        """Give the epoch and seeds to the workers of an iterator created in the block."""
+        rank = self._strategy.global_rank
+        return loader.workers_of(self.resume.epoch, rank=rank, seed=self.worker_seed)
+
+    def _start_training(self, loader: TrainingLoader, iterator: LazyIterator) -> Iterator[Any]:
+        """Start an iterator of the fit loop, with all others if an epoch begins.
+
+        If a loader that is shorter than the epoch begins again, its ended iterator has
+        already called ``_before_batch`` for this batch.
+        """
+        fit_loop = self._strategy.current_trainer.fit_loop
+        if combined_iterator_of(fit_loop) is self._combined_iterator:
+            return self._start_at_position(loader, iterator)
+        self._combined_iterator = combined_iterator_of(fit_loop)
+        self.resume.before_iterators()
+        self._parts.recorder.record(Kind.EPOCH)
+        batches = self._start_at_position(loader, iterator)
+        for other in iterators_of(fit_loop):
+            if other is not iterator:
+                other.start()
+        self.resume.after_iterators()
+        if iterator.before_next is not None:
+            iterator.before_next()
+        return batches
+
+    def _start_at_position(self, loader: TrainingLoader, iterator: LazyIterator) -> Iterator[Any]:
+        """Start an iterator over a training loader at the loader's position."""
+        if self.resume.has_no_batches_left:
+            return iter(())
+        with self._workers_of(loader):
+            batches = self.uneven.end_together(loader.iterate())
+        if loader is training_loaders_of(self._strategy.current_trainer)[0]:
+            iterator.before_next = self._before_batch
+        return batches
+
+    def _before_batch(self) -> None:
+        """Stop if the ranks agreed to, and record the state if an optimiser step begins."""
+        self._parts.stops.before_batch()
+        trainer = self._strategy.current_trainer
+        processed = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        if processed % trainer.accumulate_grad_batches == 0:
+            self._parts.recorder.record(Kind.WINDOW)
+
+    # Hooks of the fit loop.
+
+    def on_train_start(self) -> None:
+        """Set the counters and the random state with which training continues."""
+        iterator = combined_iterator_of(self._strategy.current_trainer.fit_loop)
+        self.resume.on_train_start(has_begun=iterator is self._combined_iterator)
+
+    def on_train_batch_start(self, batch: Any) -> None:
+        """Let the loops continue as usual, and compare the ranks' first batches.
+
+        Collective if the loaders are new.
+        """
+        self.resume.on_train_batch_start()
+        self.uneven.on_train_batch_start(batch)

@@ -23,12 +23,14 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
 from lightning_ddp_ext.arguments import check_choice
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.loader_kinds import DRAWING, global_order_of
 from lightning_ddp_ext.data.loader_properties import length_or_inf, name_of
+from lightning_ddp_ext.data.position import global_order_of
 from lightning_ddp_ext.data.resampled import REMEDY, with_sampler
 from lightning_ddp_ext.data.samplers import (
     ScalableDistributedSampler,
@@ -41,10 +43,13 @@ from ..private.compat import has_saved_arguments, needs_sampler
 from ..private.lightning_tree import RunningStage, pl, update_dataloader
 from ..private.replaced_methods import Prepare
 from ..start.devices import RankDevicesStrategy
-from .cursor import EpochCursor
 from .evaluation import EVALUATED, Evaluation, can_count_once
+from .resume import Resume
 
 Order = Literal["torch", "scalable"]
+
+# torch's samplers that draw their order.
+DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class SamplerChoice:
@@ -54,7 +59,7 @@ class SamplerChoice:
         strategy: our strategy.
         order: the argument ``sampler`` of ``DDPExtStrategy``.
         evaluation: knows whether it counts each sample once.
-        cursor: knows the seed for the order of samples.
+        resume: knows the seed for the order of samples.
     """
 
     def __init__(
@@ -62,13 +67,13 @@ class SamplerChoice:
         strategy: RankDevicesStrategy,
         order: Order,
         evaluation: Evaluation,
-        cursor: EpochCursor,
+        resume: Resume,
     ) -> None:
         check_choice("sampler", order, *get_args(Order))
         self._strategy = strategy
         self._order = order
         self._evaluation = evaluation
-        self._cursor = cursor
+        self._resume = resume
 
     def divide(
         self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage
@@ -121,7 +126,7 @@ class SamplerChoice:
             return None
         options = {
             **self._strategy.distributed_sampler_kwargs,
-            "seed": self._cursor.seed,
+            "seed": self._resume.seed,
             "uneven": "exact" if stage == RunningStage.PREDICTING else "pad",
         }
         sampler = users_sampler_of(loader)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_ext.checksum import checksum
+from lightning_ddp_ext.data.loader import TrainingLoader
 from lightning_ddp_ext.data.loader_properties import index_sampler_of
-from lightning_ddp_ext.data.position import LoaderPosition
+from lightning_ddp_ext.data.position import SamplerPosition, global_order_of
 from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 
@@ -34,13 +35,20 @@ class TrainingData:
     properties: list[dict[str, Any]]
 
 
-def training_data_of(trainer: Any, batch: Any, positions: Sequence[LoaderPosition]) -> TrainingData:
+def training_data_of(trainer: Any, batch: Any, loaders: Sequence[TrainingLoader]) -> TrainingData:
     """Describe this rank's training data, of which ``batch`` is the first batch."""
     return TrainingData(
         trainer.num_training_batches,
-        _checksums(batch) if _names_of_streams(positions) else (),
-        [position.shared() for position in positions],
+        _checksums(batch) if _names_of_streams(loaders) else (),
+        [_shared(loader) for loader in loaders],
     )
+
+
+def _shared(loader: TrainingLoader) -> dict[str, Any]:
+    """Return the properties that must be equal on all ranks, by name."""
+    sampler = global_order_of(loader.loader)
+    is_shared = sampler is not None and isinstance(loader.position, SamplerPosition)
+    return sampler.identity() if sampler is not None and is_shared else {}
 
 
 def are_finite_and_equal(lengths: Sequence[float]) -> bool:
@@ -69,27 +77,27 @@ def describe_unevenness(trainer: Any, lengths: Sequence[float]) -> str | None:
 
 
 def describe_difference(
-    data_by_rank: Sequence[TrainingData], positions: Sequence[LoaderPosition]
+    data_by_rank: Sequence[TrainingData], loaders: Sequence[TrainingLoader]
 ) -> str | None:
     """Describe the first difference that prevents ranks from dividing the samples.
 
     Args:
         data_by_rank: the data of all ranks.
-        positions: the positions in this rank's loaders.
+        loaders: this rank's loaders.
     """
     # A rank may have more loaders than another one.
-    loaders = zip(positions, *(data.properties for data in data_by_rank), strict=False)
-    for position, *properties_by_rank in loaders:
+    by_loader = zip(loaders, *(data.properties for data in data_by_rank), strict=False)
+    for loader, *properties_by_rank in by_loader:
         names = dict.fromkeys(name for properties in properties_by_rank for name in properties)
         for name in names:
             values = [properties.get(name) for properties in properties_by_rank]
             if any(value != values[0] for value in values):
-                return _difference(position, name, values)
+                return _difference(loader, name, values)
     return None
 
 
-def _difference(position: LoaderPosition, name: str, values: Sequence[Any]) -> str:
-    dataset = type(getattr(position.loader, "dataset", None)).__name__
+def _difference(loader: TrainingLoader, name: str, values: Sequence[Any]) -> str:
+    dataset = type(getattr(loader.loader, "dataset", None)).__name__
     return (
         f"the ranks cannot share out the samples of {dataset}, because the {name} differs"
         f" ({_by_rank(values)}); create the same dataset and sampler on every rank, or pass"
@@ -118,16 +126,16 @@ def _has_checksum(value: Any) -> bool:
     return value.numel() > 0
 
 
-def _names_of_streams(positions: Sequence[LoaderPosition]) -> list[str]:
+def _names_of_streams(loaders: Sequence[TrainingLoader]) -> list[str]:
     """Return the names of the loaders that read no indices."""
-    return [position.name for position in positions if index_sampler_of(position.loader) is None]
+    return [loader.name for loader in loaders if index_sampler_of(loader.loader) is None]
 
 
 def warn_of_same_batches(
-    data_by_rank: Sequence[TrainingData], positions: Sequence[LoaderPosition]
+    data_by_rank: Sequence[TrainingData], loaders: Sequence[TrainingLoader]
 ) -> None:
     """Warn on rank 0 if ranks have read the same first batch."""
-    names = " and ".join(_names_of_streams(positions)) or "the data"
+    names = " and ".join(_names_of_streams(loaders)) or "the data"
     checksums_by_rank = dict(enumerate(data.checksums for data in data_by_rank))
     for checksums, ranks in grouped(checksums_by_rank):
         if not checksums or len(ranks) == 1:

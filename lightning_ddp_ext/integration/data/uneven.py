@@ -2,7 +2,7 @@
 
 1. ``start_run`` resets the state for a Trainer's run.
 2. ``agree_on_length`` sets the length of a new loader, before its first epoch.
-3. ``give_batches`` ends an iterator on all ranks together.
+3. ``end_together`` ends an iterator on all ranks together.
 4. ``on_train_batch_start`` compares the ranks' data once the first batch is read.
 """
 
@@ -16,15 +16,14 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.loader_properties import length_or_inf
-from lightning_ddp_ext.data.position import LoaderPosition
-from lightning_ddp_ext.data.shortest import AHEAD, end_together
+from lightning_ddp_ext.data.shortest import end_together
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 
 from ..named_calls import report_step
 from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import group_of_small_collectives, ranks_of, refuse
-from .positions import positions_of
+from .positions import training_loaders_of
 from .training_data import (
     are_finite_and_equal,
     describe_difference,
@@ -96,16 +95,12 @@ class UnevenInputs:
             )
             refuse(self._strategy, SamplingError(problem))
 
-    def give_batches(self, batches: Iterator[Any], position: LoaderPosition) -> Iterator[Any]:
-        """Yield the batches of a new iterator, and count them in ``position``.
-
-        If requested, end it on all ranks together.
-        """
+    def end_together(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return the batches of a new iterator; if requested, it ends on all ranks together."""
         if not self._ends_together:
-            return position.give(batches)
-        position.taken_ahead = AHEAD  # before the ranks know that each of them has a batch
+            return batches
         group = group_of_small_collectives()  # CPU tensors need not wait for an accelerator
-        return position.give(end_together(batches, group, on_last=self._end_epoch))
+        return end_together(batches, group, on_last=self._end_epoch)
 
     def _end_epoch(self) -> None:
         """Make Lightning treat the next batch of a single loader as the last one.
@@ -136,14 +131,14 @@ class UnevenInputs:
             return
         self._has_new_loaders = False
         trainer = self._strategy.current_trainer
-        positions = positions_of(trainer)
-        own_data = training_data_of(trainer, batch, positions)
+        loaders = training_loaders_of(trainer)
+        own_data = training_data_of(trainer, batch, loaders)
         data_by_rank = ranks_of(self._strategy).gather(own_data)
         lengths = [data.length for data in data_by_rank]
         self.are_even = are_finite_and_equal(lengths)
-        problem = describe_difference(data_by_rank, positions)
+        problem = describe_difference(data_by_rank, loaders)
         if problem is None and self._mode is None:
             problem = describe_unevenness(trainer, lengths)
         if problem is not None:
             refuse(self._strategy, SamplingError(problem))
-        warn_of_same_batches(data_by_rank, positions)
+        warn_of_same_batches(data_by_rank, loaders)

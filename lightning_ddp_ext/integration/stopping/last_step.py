@@ -7,7 +7,6 @@ values that may have changed since are restored from what this host's ranks reco
 from __future__ import annotations
 
 import copy
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from lightning_ddp_ext.data.random_state import random_state_in, record_random_s
 from lightning_ddp_ext.data.seeding import mix, seeded
 
 from ..data.loop_state import Restart, Stopped, complete_batch, find_restart
-from ..data.positions import positions_of
-from ..data.saved_epoch import shared_state, without_random_state
+from ..data.resume import Resume
 from ..private.compat import dump_checkpoint, fetcher_of, is_read_in_step, validates_next
 from ..private.lightning_tree import pl
 from .recorder import RecordedRun
@@ -132,86 +130,35 @@ def _restore_buffers(batches: int, recorded: RecordedRun) -> None:
 
 
 def states_of_ranks(
-    step: LastStep,
-    trainer: Any,
-    recorded: RecordedRun,
-    *,
-    seed: int | None,
-    has_seeded_validation: bool,
+    step: LastStep, trainer: Any, recorded: RecordedRun, resume: Resume
 ) -> RankStates:
     """Return the data positions and random states of all ranks after the step.
 
-    Args:
-        step: the last finished step.
-        trainer: the Trainer.
-        recorded: what this host's ranks recorded.
-        seed: the user's seed, if known, from which the random states of ranks without
-            records are derived.
-        has_seeded_validation: whether workers for validation persist and were seeded.
-
-    Raises:
-        Refused: the positions of the other ranks' loaders are not recorded.
+    The random states of ranks without records are derived from the seed.
     """
-    restart = step.restart
-    positions = positions_of(trainer) if restart.is_within else []
-    if any(position.kind == "state" for position in positions):
-        raise Refused("the training loaders have states that only their own ranks can save")
-    # When the random states were recorded, the loaders had not given these batches.
-    batches_of_next_step = trainer.fit_loop.epoch_loop.batch_progress.current.ready - restart.done
-    loaders = [
-        each.state_dict(restart.done, each.batches_given - batches_of_next_step)
-        for each in positions
-    ]
-    own = {"loaders": loaders, "has_seeded_validation": has_seeded_validation}
+    own = resume.state_at(step.restart, None)
     states = []
     derived = []
     for rank in range(trainer.world_size):
-        known = without_random_state(own) if rank == trainer.global_rank else shared_state(own)
-        state = _with_random_states(known, step, recorded.records.get(rank))
-        if state is None and any(position.is_by_rank for position in positions):
-            raise Refused(
-                f"the order in which rank {rank} reads its samples is not recorded on this host"
-            )
-        if state is None:
+        random = _random_states(step, recorded.records.get(rank))
+        if random is None:
             derived.append(rank)
-            with seeded(mix(seed or 0, rank, restart.epoch, step.batches)):
-                state = {**shared_state(own), "random": record_random_state()}
-        states.append(state)
+            with seeded(mix(resume.known_seed or 0, rank, step.restart.epoch, step.batches)):
+                random = record_random_state()
+        states.append({**own, "rank": rank, "random": random})
     return RankStates(states, derived)
 
 
-def _with_random_states(
-    known: dict[str, Any], step: LastStep, records: RankRecords | None
-) -> dict[str, Any] | None:
-    """Return a rank's state with its recorded random states; ``None`` if one is missing.
-
-    Args:
-        known: the rest of the rank's state.
-        step: the step after which the rank continues.
-        records: the rank's records; ``None`` on another host.
-    """
+def _random_states(step: LastStep, records: RankRecords | None) -> Any:
+    """Return a rank's recorded random states after the step; ``None`` if there are none."""
     if records is None:
         return None
     restart = step.restart
     random = records.find(step.batches, Kind.EPOCH) if restart.has_started else None
-    # A rank that died in a start hook of the epoch has not created iterators.
-    has_drawn_seeds = random is not None
     if random is None:
         latest = _LATEST_KIND.get(restart.at, Kind.VALIDATED)
         random = records.find(step.batches, *Kind.up_to(latest))
-    starts = records.find(restart.epoch, Kind.LOADERS) if known["loaders"] else pickle.dumps([])
-    if random is None or starts is None:
-        return None
-    pairs = list(zip(known["loaders"], pickle.loads(starts), strict=True))
-    if any(loader["number"] not in iterators for loader, iterators in pairs):
-        return None
-    loaders = [{**loader, "random": iterators[loader["number"]]} for loader, iterators in pairs]
-    return {
-        **known,
-        "loaders": loaders,
-        "random": random_state_in(random),
-        "has_drawn_seeds": has_drawn_seeds,
-    }
+    return None if random is None else random_state_in(random)
 
 
 def _forget_missing_files(state: dict[str, Any], mode: str) -> None:

@@ -14,7 +14,6 @@ in and after validation               random states, changed buffers
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.peers import Peers
 from lightning_ddp_ext.threads import wait_for_gpus
 
-from ..data.positions import positions_of, training_generators
+from ..data.resume import device_generators
 from ..private.compat import batches_that_stepped_of
 from ..start.devices import RankDevicesStrategy
 
@@ -45,7 +44,7 @@ class RecordedRun:
         parameters: values of parameters that change outside of the optimiser step.
         buffers: the buffers that are recorded.
         fixed: other saved values, which must not change.
-        generators: those of the training loaders, from which random states are read.
+        generators: those of CUDA devices, whose random states are recorded, too.
         buffers_at: the number of batches when the buffers were last recorded.
         forward_passes: the number of forward passes since this batch started.
         stepped: the number of optimiser steps before this batch, as Lightning's loggers
@@ -77,14 +76,11 @@ class Recorder:
 
     Attributes:
         run: what is recorded; ``None`` outside of such a run.
-        has_new_iterator: whether an iterator over training data is new, and its start
-            is not recorded yet.
     """
 
     def __init__(self, strategy: RankDevicesStrategy) -> None:
         self._strategy = strategy
         self.run: RecordedRun | None = None
-        self.has_new_iterator = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what spawned ranks need, without the state of this process."""
@@ -108,12 +104,12 @@ class Recorder:
             parameters=SavedParameters(module),
             buffers=buffers,
             fixed=FixedValues(module, buffers),
+            generators=device_generators(self._strategy),
         )
 
     def end(self) -> None:
         """Record nothing from now on, and drop what was recorded."""
         self.run = None
-        self.has_new_iterator = False
 
     @property
     def _active_run(self) -> RecordedRun | None:
@@ -121,16 +117,13 @@ class Recorder:
         return None if self.run is None or self.run.error is not None else self.run
 
     def record(self, moment: Kind) -> None:
-        """Record this rank's random states, changed buffers and new iterators.
+        """Record this rank's random states and changed buffers.
 
         Also record its parameters at the start of an epoch or an optimiser step.
         """
         run = self._active_run
         if run is None:
             return
-        if moment == Kind.EPOCH:
-            positions = positions_of(self._strategy.current_trainer)
-            run.generators = training_generators(self._strategy, positions)
         batches = run.loop.batch_progress.total.ready
         with _ending_at_an_error(run):
             if moment == Kind.EPOCH:
@@ -140,16 +133,6 @@ class Recorder:
             run.own.write(moment, batches, random_state_bytes(run.generators))
             if run.own is run.buffer_records:
                 _record_buffers(run, batches, even_if_same=moment == Kind.BATCH)
-            # Before the first batch is fetched, a new iterator may not have drawn its order.
-            if self.has_new_iterator and moment != Kind.WINDOW:
-                self.has_new_iterator = False
-                self._record_iterators(run)
-
-    def _record_iterators(self, run: RecordedRun) -> None:
-        """Record where the iterators over training data start."""
-        positions = positions_of(self._strategy.current_trainer)
-        starts = pickle.dumps([position.random_states_of_starts() for position in positions])
-        run.own.write(Kind.LOADERS, positions[0].epoch, starts)
 
     def on_train_batch_start(self) -> None:
         """Reset the counts for a new batch."""

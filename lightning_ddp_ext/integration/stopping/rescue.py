@@ -34,8 +34,7 @@ from lightning_ddp_ext.rendezvous.process_context import current
 from ..checkpoints.checkpoint_io import RankZeroCheckpointIO
 from ..checkpoints.fit_identity import KEY as FILE_KEY
 from ..checkpoints.run_files import RunFiles
-from ..data.cursor import EpochCursor
-from ..data.saved_epoch import KEY, make_section
+from ..data.resume import KEY, Resume
 from ..private.compat import averages_models, is_in_closure, is_in_optimizer_step
 from ..private.lightning_tree import rank_zero_warn
 from ..start.devices import RankDevicesStrategy
@@ -84,7 +83,7 @@ class Rescue:
         files: the strategy's files.
         stops: the strategy's stop controller, which has the deadline and knows whether
             weights are swapped.
-        cursor: the position in the training data.
+        resume: knows the position in the training data.
         recorder: records the state of each step, which the strategy's hooks ask for.
     """
 
@@ -95,14 +94,14 @@ class Rescue:
         *,
         files: RunFiles,
         stops: StopController,
-        cursor: EpochCursor,
+        resume: Resume,
         recorder: Recorder,
     ) -> None:
         self._strategy = strategy
         self._name = name
         self._files = files
         self._stops = stops
-        self._cursor = cursor
+        self._resume = resume
         self._recorder = recorder
         self._run: _Run | None = None
         # What the run opened: the records, and the delay of a forced exit.
@@ -168,7 +167,7 @@ class Rescue:
             return "model_averaging_period lets the ranks have different weights"
         if any(map(is_sharded, self._strategy.optimizers)):
             return "each rank has only a shard of the optimiser's state (ZeroRedundancyOptimizer)"
-        if self._cursor.resume_data == "stock":
+        if self._resume.mode == "stock":
             return 'with resume_data="stock", training would not continue with the next step'
         return None
 
@@ -236,8 +235,7 @@ class Rescue:
             step,
             run.trainer,
             recorded,
-            seed=self._cursor.known_seed,
-            has_seeded_validation=self._cursor.has_seeded_validation(step.restart),
+            self._resume,
         )
         Path(run.path).parent.mkdir(parents=True, exist_ok=True)
         write = partial(self._write, run, recorded, step, ranks)
@@ -256,9 +254,7 @@ class Rescue:
 
     def _write(self, run: _Run, recorded: RecordedRun, step: LastStep, ranks: RankStates) -> None:
         checkpoint = checkpoint_of(step, run.trainer, recorded)
-        checkpoint[KEY] = make_section(
-            step.restart, seed=self._cursor.known_seed, stopped=step.stopped, ranks=ranks.states
-        )
+        checkpoint[KEY] = self._resume.make_section(step.restart, step.stopped, ranks.states)
         checkpoint[FILE_KEY] = self._files.identity.to_entry()
         io = self._strategy.checkpoint_io
         if isinstance(io, RankZeroCheckpointIO):
