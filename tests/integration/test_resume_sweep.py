@@ -1,9 +1,10 @@
 """A resumed run equals one that never stopped, for generated combinations of factors.
 
 A case chooses what is read, where a run stops, and on how many ranks it continues. On
-the same number of ranks the resumed run must equal a whole run to the last bit. On
-another number the rest of the epoch must be divided among the ranks, or refused if only
-the ranks that saved it can continue it.
+the same number of ranks the resumed run must equal a whole run to the last bit, with
+dropout if it stops between two optimiser steps. On another number the rest of the epoch
+must be divided among the ranks. The epoch starts again with a stream, and if another
+number of ranks cannot share its rest.
 
 ``make test`` plays a pairwise cover, ``make nightly`` cases of a new seed
 (``SWEEP_SEED``, ``SWEEP_COUNT``).
@@ -35,7 +36,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistributedSampler
-from lightning_ddp_ext.errors import RankFailedError, ResumeError
 from tests.harness import sweeps
 from tests.integration import continuing
 from tests.integration.continuing import Backwards, Run, Step
@@ -48,8 +48,8 @@ STREAMED = {False: 12, True: 8}
 LIMIT = 4  # batches of an epoch
 
 WITH_RANKS = ("scalable", "distributed", "dealt")  # samplers that divide by themselves
-# Divided by the strategy's sampler; "option" stands for DDPExtStrategy(sampler="scalable").
-INJECTED = ("shuffled", "sequential", "own", "weighted", "replacement", "option")
+# Divided by the strategy's sampler.
+INJECTED = ("shuffled", "sequential", "own", "weighted", "replacement")
 STREAMS = ("stream", "sized")
 
 # By the place where a run stops: the hook that stops it or saves a checkpoint.
@@ -66,6 +66,7 @@ HOOKS = {
 }
 SIGNALS = ("sigterm", "sigval")
 ENDING = (*SIGNALS, "max_steps")  # stops that end the run; at the others it only saves
+BETWEEN_EPOCHS = ("last", "end")
 
 
 def levels(*names: str) -> Any:
@@ -149,7 +150,9 @@ class Case:
             # Lightning begins to read new streams twice, and makes new loaders before it
             # restores numbers.
             self.made == "each" and not kinds.isdisjoint({"stream", "stateful"}),
-            "option" in kinds and self.injected == "no",
+            self.has_stream and self.again != "no",
+            # What workers draw after a resume differs.
+            "sized" in kinds and self.workers != "none",
             # torchdata also draws an order where workers start.
             self.workers == "kept" and self.injected == "no" and "stateful" in kinds,
             # The epoch's last batch is not a step.
@@ -183,6 +186,22 @@ class Case:
         second = self.sampler if self.beside == "same" else self.beside
         sources = [Source(self.sampler, is_shorter=False), Source(second, is_shorter=True)]
         return sources[:1] if self.loaders == "one" else sources
+
+    @property
+    def has_stream(self) -> bool:
+        return any(source.kind in STREAMS for source in self.sources)
+
+    @property
+    def starts_again(self) -> bool:
+        """Whether the epoch of the first stop starts again."""
+        is_within = self.stop not in BETWEEN_EPOCHS
+        return is_within and (self.has_stream or not (self.keeps_ranks or self.can_be_shared))
+
+    @property
+    def repeats_random_numbers(self) -> bool:
+        """Whether each checkpoint is saved between two optimiser steps, and not repeated."""
+        is_in_step = self.optimizing == "third" or "before" in (self.stop, self.again)
+        return not (is_in_step or self.starts_again)
 
     @property
     def ends_unannounced(self) -> bool:
@@ -374,12 +393,11 @@ def module_of(case: Case) -> Any:
     module = Swept if case.step == "batch" else Iterating
     # As with Lightning, a run that is resumed at an epoch's end does not update then.
     has_plateau = {case.stop, case.again} <= {"no", "first", "middle", "before"}
-    validation = continuing.KEPT if case.workers == "kept" else {}
     return partial(
         module,
+        dropout=0.5 if case.repeats_random_numbers else 0.0,
         is_manual=case.optimizing == "manual",
         has_plateau=has_plateau,
-        validation=validation,
     )
 
 
@@ -400,8 +418,6 @@ def training_of(case: Case, rank: int, ranks: int, place: Path) -> continuing.Tr
         # DDP would rebuild its buckets after the first step, and three ranks would then
         # add up in another order.
         strategy["find_unused_parameters"] = True
-    if any(source.kind == "option" for source in case.sources):
-        strategy["sampler"] = "scalable"
     loaders = partial(loaders_of, case, rank, ranks)
     return continuing.Training(loaders, place.parent, ranks, options, strategy, name=place.name)
 
@@ -485,7 +501,6 @@ class Played:
 
     Attributes:
         fault: what this rank has found to be wrong.
-        refused: the error of a resume that was refused.
         path: the checkpoint of the stop.
         whole: the steps of a run without a stop.
         steps: those of them until the stop, or those after it, without the steps before
@@ -493,7 +508,6 @@ class Played:
     """
 
     fault: str = ""
-    refused: str = ""
     path: str = ""
     whole: list[Step] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -506,16 +520,17 @@ def joined(*faults: str) -> str:
 def play_to_stop(case: Case, rank: int, ranks: int, place: Path) -> Played:
     """Play a case until its first stop, and on the same ranks to its end."""
     training = training_of(case, rank, ranks, place)
-    try:
-        stopped = run_to(case.stop, int(case.epoch), case, training)
-        whole = training.run() if case.stop in ENDING else stopped.run
-        fault = fault_before_stop(case, whole, stopped.run, case.length(ranks))
-        if case.keeps_ranks:
-            resumed, fault_again = resume(case, training, stopped.path)
-            difference = continuing.difference(training, whole, stopped.done, resumed)
-            fault = joined(fault, difference, fault_again)
-    except (ResumeError, RankFailedError) as error:
-        return Played(refused=str(error))
+    stopped = run_to(case.stop, int(case.epoch), case, training)
+    whole = training.run() if case.stop in ENDING else stopped.run
+    fault = fault_before_stop(case, whole, stopped.run, case.length(ranks))
+    if case.keeps_ranks:
+        resumed, fault_again = resume(case, training, stopped.path)
+        difference = (
+            fault_in_repeated_epoch(case, whole, stopped, resumed)
+            if case.starts_again
+            else continuing.difference(training, whole, stopped.done, resumed)
+        )
+        fault = joined(fault, difference, fault_again)
     # Steps that no optimiser step followed are repeated.
     repeated = stopped.done % case.length(ranks) % case.accumulated
     before = whole.steps[: stopped.done - repeated]
@@ -526,12 +541,8 @@ def play_rest(resumption: tuple[Case, str], rank: int, ranks: int, place: Path) 
     """Play a case from the checkpoint of its first stop, which other ranks have saved."""
     case, path = resumption
     training = training_of(case, rank, ranks, place)
-    try:
-        whole = training.run()
-        resumed, fault = resume(case, training, path)
-    except (ResumeError, RankFailedError) as error:
-        # of the first rank that refuses, and of the others because of it
-        return Played(refused=str(error))
+    whole = training.run()
+    resumed, fault = resume(case, training, path)
     fault = joined(fault, fault_at_end(case, whole, resumed))
     return Played(fault, whole=whole.steps, steps=resumed.steps)
 
@@ -541,6 +552,18 @@ def fault_before_stop(case: Case, whole: Run, stopped: Run, length: int) -> str:
     if is_same and len(whole.steps) == case.epochs * length:
         return ""
     return f"reads {stopped.steps} before the stop, in epochs of {length} steps: {whole.steps}"
+
+
+def fault_in_repeated_epoch(case: Case, whole: Run, stopped: Stopped, resumed: Run) -> str:
+    """Compare the steps of a run in which the epoch of the stop starts again."""
+    last = whole.steps[stopped.done - 1]
+    is_complete = last.batch == case.length(case.ranks_before) - 1  # the ranks stopped later
+    epoch = last.epoch + 1 if is_complete else last.epoch
+    expected = [step for step in whole.steps if step.epoch >= epoch]
+    steps = resumed.steps
+    if any(source.kind == "sized" for source in case.sources):  # draws another order
+        expected, steps = ([step.moment for step in each] for each in (expected, steps))
+    return "" if steps == expected else f"reads {steps} instead of {expected}"
 
 
 def fault_at_end(case: Case, whole: Run, resumed: Run) -> str:
@@ -598,23 +621,12 @@ def judge(case: Case, firsts: list[Played], seconds: list[Played]) -> str:
         firsts: the results until the first stop, by rank.
         seconds: the results after it, by rank; empty on the same number of ranks.
     """
-    faults = [
-        *(played.fault or played.refused for played in firsts),
-        *(played.fault for played in seconds),
-    ]
+    faults = [played.fault for played in (*firsts, *seconds)]
     if any(faults) or not seconds:
         return joined(*faults)
     epoch, done = divmod(len(firsts[0].steps), case.length(case.ranks_before))
-    refused = [played.refused for played in seconds if played.refused]
-    if refused:
-        may_be_within = case.stop in (*SIGNALS, "last") and case.ends_unannounced
-        is_due = (done or may_be_within) and not case.can_be_shared
-        names_ranks = len(refused) == case.ranks_after and "had ranks=" in refused[0]
-        return "" if is_due and names_ranks else f"is refused: {refused}"
-    if not done:
+    if not done or case.starts_again:
         return fault_in_epochs_from(epoch, case, seconds)
-    if not case.can_be_shared:
-        return "is not refused, although the rest is unknown to other ranks"
     rest = fault_in_rest(case, epoch, firsts, seconds)
     return joined(fault_in_epochs_from(epoch + 1, case, seconds), rest)
 

@@ -266,7 +266,8 @@ class Resume:
 
     def after_iterators(self) -> None:
         """Restore the random state if the iterators within an epoch have changed it."""
-        if self.restart is not None and self.restart.is_within and self.is_training:
+        is_after_batch = self.restart is not None and self.restart.at == "batch_end"
+        if is_after_batch and self.is_training:
             self._restore_random_state()
 
     def _decide(self) -> None:
