@@ -215,7 +215,7 @@ class TrainingLoader(DistributedLoader):
         if self.position.reason is not None:
             return self.position.reason
         if state["content"] is None:
-            return "had read ahead when the checkpoint was saved"
+            return "was not at a known place when the checkpoint was saved"
         number, place = state["number"], state["place"]
         problem = self.position.restore(epoch, number, place, state["content"])
         if problem is None:

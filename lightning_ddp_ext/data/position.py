@@ -159,6 +159,7 @@ class SamplerPosition(Position):
     """Places in a loader with one of our samplers, in items that all ranks have read."""
 
     reason = None
+    _size_at_start = 0
 
     @property
     def _sampler(self) -> GlobalOrderSampler:
@@ -175,6 +176,7 @@ class SamplerPosition(Position):
     def iterate(self, epoch: int, number: int, place: int) -> Iterator[Any]:
         if (self._sampler.epoch, self._sampler.position) != (epoch, place):
             self._sampler.resume_at(epoch, place)
+        self._size_at_start = self._batch_size
         return iter(self.loader)
 
     @override
@@ -188,7 +190,9 @@ class SamplerPosition(Position):
         return items // self._batch_size if drops_rest else -(-items // self._batch_size)
 
     @override
-    def state_at(self, epoch: int, number: int, place: int) -> dict[str, Any]:
+    def state_at(self, epoch: int, number: int, place: int) -> dict[str, Any] | None:
+        if self._batch_size != self._size_at_start:  # a hook has changed it
+            return None
         return {**self._sampler.identity(), "drawn": self._sampler.fingerprint}
 
     @override
@@ -197,8 +201,8 @@ class SamplerPosition(Position):
             return f"had {state.get('length')} items, and now has {self._sampler.length}"
         self._sampler.resume_at(epoch, place)
         self._sampler.drawn_order = self._sampler.compute_order()
-        is_same = state == self.state_at(epoch, number, place)
-        return None if is_same else _OTHER_ORDER
+        own = {**self._sampler.identity(), "drawn": self._sampler.fingerprint}
+        return None if state == own else _OTHER_ORDER
 
 
 class IndexPosition(Position):
@@ -245,7 +249,8 @@ class IndexPosition(Position):
     @override
     def restore(self, epoch: int, number: int, place: int, state: dict[str, Any]) -> str | None:
         if state.get("ranks") != self._ranks.world_size:
-            return f"was read by {state.get('ranks')} ranks, and now by {self._ranks.world_size}"
+            now = self._ranks.world_size
+            return f"was read by {state.get('ranks')} ranks, and is now read by {now}"
         self._order = order = self._order_of(epoch, number)
         is_own = state["rank"] == self._ranks.rank  # and not of a rank that saved alone
         blocks = list(islice(order.each_block(), state["blocks"] if is_own else 0))
@@ -284,8 +289,11 @@ class StatePosition(Position):
         return batches
 
     @property
-    def _owner(self) -> list[int]:
-        return [self._ranks.rank, self._ranks.world_size]
+    def _owner(self) -> list[float]:
+        """The rank, and what must be the same for the loader's state."""
+        samples = length_or_inf(getattr(self.loader, "dataset", None))
+        workers = getattr(self.loader, "num_workers", 0)
+        return [self._ranks.rank, self._ranks.world_size, samples, workers]
 
     def _count(self, batches: Iterator[Any], place: int) -> Iterator[Any]:
         self._read = place
@@ -311,7 +319,7 @@ class StatePosition(Position):
     @override
     def restore(self, epoch: int, number: int, place: int, state: dict[str, Any]) -> str | None:
         if state.get("owner") != self._owner:
-            return "has no saved state for this rank"
+            return "has other data, workers or ranks than when the checkpoint was saved"
         self.loader.load_state_dict(state["state"])
         return None
 

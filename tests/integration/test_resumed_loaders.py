@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.harness.ranks import run_ranks
 from tests.integration import continuing
@@ -129,6 +130,24 @@ def continue_by_hand(rank: int, world_size: int, directory: Path) -> dict[str, s
 def test_each_rank_continues_with_the_state_of_its_own_loader(tmp_path: Path) -> None:
     """No batch is lost or repeated, also where a run resumes within an optimiser step."""
     assert run_ranks(continue_by_hand, 2, tmp_path) == [{}, {}]
+
+
+def continue_stateful_stream(
+    rank: int, world_size: int, directory: Path, workers: int
+) -> dict[str, str]:
+    """Return the differences of runs that resume within an epoch, and at the end of one."""
+    options = continuing.workers(workers) if workers else {}
+    stream = continuing.Stream(12, rank)
+    loaders = partial(StatefulDataLoader, stream, batch_size=2, **options)
+    training = Training(loaders, directory, options={"model": continuing.WITHOUT_DROPOUT})
+    points = ["train_batch_end-2", "train_epoch_end-6"]
+    return continuing.generations(training, points, ["train_batch_end-9"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_continues_in_a_stateful_data_loader(workers: int, tmp_path: Path) -> None:
+    """Torchdata's loader reads the stream again up to its place."""
+    assert run_ranks(continue_stateful_stream, 2, tmp_path, workers) == [{}, {}]
 
 
 class LikeLitdata(DataLoader[Any]):

@@ -62,6 +62,7 @@ _REMEDY = (
     "use a map-style dataset with a sampler that draws only from random, NumPy or torch, or a"
     " loader with a state, such as torchdata's StatefulDataLoader"
 )
+_AT_CHANGES = "save at the end of an epoch before you change the strategy or its release"
 
 
 class Resume:
@@ -217,7 +218,8 @@ class Resume:
         else:
             self.restart = find_restart(loops, accumulated=self._trainer.accumulate_grad_batches)
             if self.restart.is_within:
-                _warn(self.restart.epoch, "the checkpoint has no position that this release reads")
+                reason = "the checkpoint has no position that this release can read"
+                _warn(self.restart.epoch, reason, _AT_CHANGES)
                 self.restart = self.restart.from_epoch_start()
             if self.restart.has_started:
                 loops = _without_loader_states(loops)
@@ -422,10 +424,10 @@ def device_generators(strategy: RankDevicesStrategy) -> list[Any]:
     return [torch.cuda.default_generators[device.index] for device in devices]
 
 
-def _warn(epoch: int, reason: str) -> None:
+def _warn(epoch: int, reason: str, remedy: str = _REMEDY) -> None:
     rank_zero_warn(
         f"epoch {epoch} cannot be resumed in the middle: {reason}, so that epoch starts again;"
-        f" {_REMEDY}"
+        f" {remedy}"
     )
 
 

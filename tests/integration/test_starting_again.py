@@ -1,0 +1,391 @@
+"""A run that is resumed in the middle of an epoch continues there, or starts the epoch
+again with one warning: if its data changed, or if their order cannot be drawn again.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_ddp_ext import ScalableDistributedSampler
+from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.training import At
+from tests.integration import continuing
+from tests.integration.continuing import Loaders, Numbers, Resumed, samples_of
+
+# The training data: batches of two samples, four in an epoch on each of two ranks, unless
+# a loader says otherwise.
+
+SAMPLES = 16
+MORE_SAMPLES = 28
+CLOCK = itertools.count()  # shows another time whenever it is read
+
+
+def divided_by_strategy(samples: int = SAMPLES, **options: Any) -> Loaders:
+    """Return loaders whose samples the strategy divides among the ranks."""
+    return lambda rank, world_size: DataLoader(Numbers(samples), 2, shuffle=True, **options)
+
+
+def divided_by_user(samples: int) -> Loaders:
+    """Return loaders whose samples the user's sampler divides among the ranks."""
+
+    def make(rank: int, world_size: int) -> DataLoader[Any]:
+        sampler = continuing.Turning(samples, rank, world_size)
+        return DataLoader(Numbers(samples), 2, sampler=sampler)
+
+    return make
+
+
+def read_by_all(**options: Any) -> Loaders:
+    """Return loaders of eight samples, all of which each rank reads."""
+    return lambda rank, world_size: DataLoader(Numbers(8), **options)
+
+
+def in_batches_of(size: int) -> Loaders:
+    return read_by_all(batch_sampler=BatchSampler(SequentialSampler(range(8)), size, False))
+
+
+def weighted(*, replacement: bool) -> Loaders:
+    sampler = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, replacement)
+    return lambda rank, world_size: DataLoader(Numbers(SAMPLES), 2, sampler=sampler)
+
+
+def stateful(samples: int = SAMPLES, **options: Any) -> Loaders:
+    return lambda rank, world_size: StatefulDataLoader(
+        Numbers(samples), batch_size=2, shuffle=True, **options
+    )
+
+
+def two_loaders(rank: int, world_size: int) -> CombinedLoader:
+    loaders = [divided_by_strategy(samples)(rank, world_size) for samples in (SAMPLES, 24)]
+    return CombinedLoader(loaders, "max_size_cycle")
+
+
+class Drawing:
+    """A sampler that draws an order of its samples.
+
+    Args:
+        draw: returns an index below its argument.
+    """
+
+    def __init__(self, draw: Callable[[int], int]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(SAMPLES))
+        while left:
+            yield left.pop(self.draw(len(left)))
+
+
+def sampled_by(draw: Callable[[int], int]) -> Loaders:
+    return lambda rank, world_size: DataLoader(Numbers(SAMPLES), 2, sampler=Drawing(draw))
+
+
+def by_the_clock(count: int) -> int:
+    return next(CLOCK) % count
+
+
+# An epoch that starts again.
+
+
+class Change(NamedTuple):
+    """The data of two ranks that save, and those of the ranks that resume.
+
+    Attributes:
+        reason: a part of the warning.
+        ranks: the number of ranks that resume.
+        batches: the number of batches in an epoch before.
+        options: of the Trainer.
+    """
+
+    before: Loaders
+    after: Loaders
+    reason: str
+    ranks: int = 2
+    batches: int = 4
+    options: Mapping[str, Any] = {}
+
+
+def same(loaders: Loaders, reason: str, **options: Any) -> Change:
+    return Change(loaders, loaders, reason, **options)
+
+
+# The strategy does not divide the samples.
+UNDIVIDED: dict[str, Any] = {"use_distributed_sampler": False}
+OTHER_ORDER = "draws another order"
+UNKNOWN_ORDER = "yields batches in an order that cannot be drawn again"
+CHANGES = {
+    "a stream": same(continuing.stream(8), UNKNOWN_ORDER),
+    "a stream beside samples": same(
+        lambda rank, world_size: [
+            divided_by_strategy()(rank, world_size),
+            continuing.stream(4)(rank, world_size),
+        ],
+        UNKNOWN_ORDER,
+    ),
+    "workers that yield the first batch that is ready": same(
+        divided_by_strategy(in_order=False, **continuing.workers(2)), UNKNOWN_ORDER
+    ),
+    "a sampler by the clock": same(
+        sampled_by(by_the_clock), OTHER_ORDER, batches=8, options=UNDIVIDED
+    ),
+    "a divided sampler by the clock": same(sampled_by(by_the_clock), OTHER_ORDER),
+    "more samples": Change(
+        divided_by_strategy(), divided_by_strategy(MORE_SAMPLES), "had 16 items, and now has 28"
+    ),
+    "more samples that the user divides": Change(
+        divided_by_user(SAMPLES), divided_by_user(MORE_SAMPLES), OTHER_ORDER, options=UNDIVIDED
+    ),
+    "more samples of a loader with a state": Change(
+        stateful(), stateful(MORE_SAMPLES), "other data"
+    ),
+    "workers of a loader with a state": Change(
+        stateful(), stateful(**continuing.workers()), "other data"
+    ),
+    "another order on each rank": Change(
+        read_by_all(batch_size=2, shuffle=True),
+        read_by_all(batch_size=2),
+        OTHER_ORDER,
+        options=UNDIVIDED,
+    ),
+    "other batches on each rank": Change(
+        in_batches_of(2), in_batches_of(3), OTHER_ORDER, options=UNDIVIDED
+    ),
+    "another draw by weight": Change(
+        weighted(replacement=True), weighted(replacement=False), OTHER_ORDER
+    ),
+    "two loaders for one": Change(
+        divided_by_strategy(), two_loaders, "began with 1 training loaders, and there are 2 now"
+    ),
+    "another number of ranks for a loader with a state": Change(
+        stateful(), stateful(), "other data, workers or ranks", ranks=1
+    ),
+    "another number of ranks for the user's sampler": Change(
+        divided_by_user(SAMPLES),
+        divided_by_user(SAMPLES),
+        "was read by 2 ranks, and is now read by 1",
+        ranks=1,
+        options=UNDIVIDED,
+    ),
+}
+
+
+def training_on(
+    rank: int, world_size: int, directory: Path, loaders: Loaders, **options: Any
+) -> continuing.Training:
+    """Return two epochs of training, whose weights draw no random numbers."""
+    options = {"max_epochs": 2, "model": continuing.WITHOUT_DROPOUT, **options}
+    return continuing.Training(lambda: loaders(rank, world_size), directory, world_size, options)
+
+
+def save_at(
+    rank: int, world_size: int, directory: Path, loaders: Loaders, point: str, **options: Any
+) -> str:
+    """Return the checkpoint of a run at a point."""
+    return training_on(rank, world_size, directory, loaders, **options).run(point).saved[point]
+
+
+def resume_from(
+    rank: int, world_size: int, directory: Path, loaders: Loaders, path: str, **options: Any
+) -> Resumed:
+    return continuing.resume(training_on(rank, world_size, directory, loaders, **options), path)
+
+
+def save_in_second_epoch(rank: int, world_size: int, directory: Path, name: str) -> str:
+    """Return the checkpoint after two steps of epoch 1."""
+    change = CHANGES[name]
+    point = f"train_batch_end-{change.batches + 2}"
+    return save_at(rank, world_size, directory, change.before, point, **change.options)
+
+
+def resume_changed(
+    rank: int, world_size: int, directory: Path, name: str, path: str
+) -> tuple[continuing.Run, Resumed]:
+    """Return a run from the beginning, and a resumed one."""
+    change = CHANGES[name]
+    training = training_on(rank, world_size, directory, change.after, **change.options)
+    return training.run(), continuing.resume(training, path)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_epoch_that_cannot_continue_starts_again(name: str, tmp_path: Path) -> None:
+    """Each rank trains on the whole epoch, and rank 0 warns once, with reason and remedy."""
+    change = CHANGES[name]
+    path, _ = run_ranks(save_in_second_epoch, 2, tmp_path, name)
+    (tmp_path / "resumed").mkdir()
+    env = by_hand_env(change.ranks)
+    by_rank = run_ranks(resume_changed, change.ranks, tmp_path / "resumed", name, path, env=env)
+    warned = [warning for _, resumed in by_rank for warning in resumed.warned]
+    assert by_rank[0][1].warned == warned
+    [warning] = warned
+    assert warning.startswith("epoch 1 cannot be resumed in the middle: ")
+    assert change.reason in warning
+    assert "StatefulDataLoader" in warning
+    for whole, resumed in by_rank:
+        second_epoch = [step for step in whole.steps if step.epoch == 1]
+        steps = resumed.run.steps
+        assert [step.moment for step in steps] == [step.moment for step in second_epoch]
+        if "by the clock" not in name:
+            assert sorted(samples_of(steps)) == sorted(samples_of(second_epoch))
+        assert resumed.run.counts.optimiser_steps == change.batches + 2 + len(second_epoch)
+
+
+GROWN_AFTER = 3  # batches
+
+
+def resume_after_growth(rank: int, world_size: int, directory: Path) -> Resumed:
+    """Resume after the fifth batch of an epoch whose batches grew after the third one."""
+
+    def grow(trainer: L.Trainer) -> None:
+        loader: Any = trainer.train_dataloader
+        loader.batch_sampler.batch_size = 4
+
+    growing = At("on_train_batch_end", grow, earlier=GROWN_AFTER - 1)
+    training = training_on(
+        rank, world_size, directory, divided_by_strategy(48), max_epochs=1, callbacks=[growing]
+    )
+    run = training.run("train_batch_end-5")
+    assert [len(step.samples) for step in run.steps[:5]] == [2, 2, 2, 4, 4]
+    return continuing.resume(training, run.saved["train_batch_end-5"], callbacks=[])
+
+
+def test_an_epoch_in_which_the_batch_size_changed_starts_again(tmp_path: Path) -> None:
+    """The resumed run reads all samples of the epoch once, and rank 0 warns."""
+    first, second = run_ranks(resume_after_growth, 2, tmp_path)
+    assert (len(first.warned), len(second.warned)) == (1, 0)
+    assert sorted(samples_of([*first.run.steps, *second.run.steps])) == [*range(48)]
+
+
+def exact(rank: int, world_size: int) -> DataLoader[Any]:
+    """Return a loader that repeats and drops none of 15 samples."""
+    numbers = Numbers(15)
+    return DataLoader(numbers, 2, sampler=ScalableDistributedSampler(numbers, uneven="exact"))
+
+
+def test_an_epoch_that_would_be_uneven_on_more_ranks_starts_again(tmp_path: Path) -> None:
+    """All ranks train on all its batches, and rank 0 warns."""
+    # After two of four steps of epoch 1, 8 samples are read.
+    path, _ = run_ranks(save_at, 2, tmp_path, exact, "train_batch_end-6")
+    first, *others = run_ranks(resume_from, 3, tmp_path, exact, path, env=by_hand_env(3))
+    [warning] = first.warned
+    # Each of three ranks has three batches in the epoch. Of the 7 samples that are left,
+    # rank 0 has 3 in two batches, and the others 2 in one batch: one, two and two are done.
+    assert "continue after different numbers of batches [1, 2, 2]" in warning
+    assert [len(resumed.run.steps) for resumed in (first, *others)] == [3, 3, 3]
+
+
+# An epoch that continues.
+
+
+def continue_drawn(rank: int, world_size: int, directory: Path) -> dict[str, str]:
+    """Return the differences of runs whose sampler draws while it is read."""
+    training = training_on(
+        rank, world_size, directory, sampled_by(random.randrange), model=Mixing, **UNDIVIDED
+    )
+    return continuing.generations(training, ["train_batch_end-3"], ["train_batch_end-10"])
+
+
+class Mixing(continuing.Net):
+    """Draws from Python's global generator in each step, as mixup does."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        random.random()
+        return super().training_step(batch, index)
+
+
+def test_a_sampler_may_draw_from_a_global_generator_while_it_is_read(tmp_path: Path) -> None:
+    """Its order depends on the epoch and the rank only, whatever a step draws."""
+    assert run_ranks(continue_drawn, 2, tmp_path) == [{}, {}]
+
+
+def resume_in_threes(
+    rank: int, world_size: int, directory: Path
+) -> tuple[list[int], list[list[int]]]:
+    """Resume after two batches of two samples, with batches of three.
+
+    Return the samples of the whole epoch, and those of each batch of the resumed run.
+    """
+    training = training_on(rank, world_size, directory, divided_by_strategy(), max_epochs=1)
+    whole = training.run("train_batch_end-2")
+    training.loaders = lambda: DataLoader(Numbers(SAMPLES), 3, shuffle=True)
+    resumed = training.run(ckpt_path=whole.saved["train_batch_end-2"])
+    return samples_of(whole.steps), [list(step.samples) for step in resumed.steps]
+
+
+def test_the_rest_of_an_epoch_can_be_read_in_other_batches(tmp_path: Path) -> None:
+    """The samples that the strategy divides are the remaining ones, in the same order."""
+    for whole, batches in run_ranks(resume_in_threes, 2, tmp_path):
+        assert batches == [whole[4:7], whole[7:]]
+
+
+def twenty_four(rank: int, world_size: int) -> Any:
+    """Return a loader of 24 samples, which the strategy divides among the ranks."""
+    return divided_by_strategy(24)(rank, world_size)
+
+
+IN_PAIRS = {"max_epochs": 1, "accumulate_grad_batches": 2, "limit_val_batches": 1.0}
+
+
+def test_the_last_batch_of_an_epoch_is_a_step_on_fewer_ranks(tmp_path: Path) -> None:
+    """Its gradients are not left over for the next epoch, and the epoch is validated."""
+    # After the first optimiser step, 12 of 24 samples are read.
+    path, *_ = run_ranks(
+        save_at, 3, tmp_path, twenty_four, "train_batch_end-2", env=by_hand_env(3), **IN_PAIRS
+    )
+    for run, _ in run_ranks(resume_from, 2, tmp_path, twenty_four, path, **IN_PAIRS):
+        # Three batches are left: two of one optimiser step, and the last one alone.
+        assert len(run.steps) == 3
+        assert run.counts.optimiser_steps == 1 + 2
+        names = [event.what for event in run.events]
+        assert names == ["step", "step", "step", "validation", "epoch end"]
+
+
+def resume_exception(rank: int, world_size: int, directory: Path, shuffle: bool) -> str:
+    """Describe how a run differs whose fourth of six batches has raised."""
+    options = {"model": continuing.WITHOUT_DROPOUT, "max_epochs": 1, **UNDIVIDED}
+    loaders = continuing.shuffled(12, shuffle=shuffle)
+    training = continuing.Training(loaders, directory, options=options)
+    whole = training.run()
+    path = training.run("exception-3", fail_at=(0, 3)).saved["exception-3"]
+    return continuing.difference(training, whole, 3, training.run(ckpt_path=path))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_run_continues_with_the_batch_that_raised(shuffle: bool, tmp_path: Path) -> None:
+    """Also if each rank shuffles all samples by itself."""
+    assert run_ranks(resume_exception, 2, tmp_path, shuffle) == ["", ""]
+
+
+class DrawingSampler(continuing.Turning):
+    """Draws a number whenever Lightning sets its epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        torch.rand(())
+
+
+def resume_with_drawing_sampler(rank: int, world_size: int, directory: Path) -> dict[str, str]:
+    """Return the differences of resumed runs of a model with dropout."""
+    sampler = DrawingSampler(24, rank, world_size)
+    options = {"use_distributed_sampler": False}
+    training = continuing.Training(
+        continuing.loader(24, sampler=sampler), directory, options=options
+    )
+    return continuing.generations(training, ["train_batch_end-3"], ["train_batch_end-8"])
+
+
+def test_a_sampler_that_draws_when_its_epoch_is_set(tmp_path: Path) -> None:
+    """Setting the epoch of a resumed run again does not change later random numbers."""
+    assert run_ranks(resume_with_drawing_sampler, 2, tmp_path) == [{}, {}]
