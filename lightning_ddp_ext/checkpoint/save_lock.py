@@ -7,11 +7,15 @@ save does not block the others.
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
+
+from lightning_ddp_ext.checkpoint.location import locate
 
 _POLL_SECONDS = 0.01
 
@@ -52,8 +56,12 @@ def save_if_furthest(
 
 
 def lock_of(path: str) -> str:
-    """Return the lock file of a checkpoint."""
-    return str(Path(path).with_name(f".{Path(path).name}.lock"))
+    """Return the lock file of a checkpoint; for one in a store, a file on this host."""
+    local = locate(path).local
+    if local is None:
+        name = hashlib.sha256(path.encode()).hexdigest()[:16]
+        return str(Path(tempfile.gettempdir(), f"lightning_ddp_ext-{name}.lock"))
+    return str(local.with_name(f".{local.name}.lock"))
 
 
 def _lock(file: IO[bytes], deadline: float) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 import random
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -53,7 +51,8 @@ def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
     >>> (torch.rand(()), np.random.rand(), random.random()) == drawn
     True
     """
-    return [(kind, _plain(state)) for kind, state in _raw_states(generators)]
+    every = (*_GLOBAL, *generators)
+    return [(_kind_of(generator), _state_of(generator)) for generator in every]
 
 
 def restore_random_state(recorded: Sequence[Any], generators: Sequence[Any] = ()) -> None:
@@ -76,43 +75,24 @@ def preserve_random_state(generators: Sequence[Any] = ()) -> Iterator[None]:
         restore_random_state(state, generators)
 
 
-def random_state_bytes(generators: Sequence[Any] = ()) -> bytes:
-    """Return the states of the generators as bytes for :func:`random_state_in`.
-
-    This takes half the time of :func:`record_random_state`.
-    """
-    return pickle.dumps(_raw_states(generators), pickle.HIGHEST_PROTOCOL)
-
-
-def random_state_in(content: bytes) -> list[Any]:
-    """Convert bytes of :func:`random_state_bytes` to recorded random states.
-
-    The result has the form of :func:`record_random_state`.
-    """
-    return [(kind, _plain(state)) for kind, state in pickle.loads(content)]
-
-
-def _raw_states(generators: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return the kind and the state of the global generators and of further generators."""
-    every = (*_GLOBAL, *generators)
-    return [(_kind_of(generator), _raw_state_of(generator)) for generator in every]
-
-
 def _kind_of(generator: Any) -> str:
     """Return a generator's class, with torch's device: "PCG64", "Generator cuda"."""
     owner = getattr(generator, "bit_generator", generator)
     return f"{type(owner).__name__} {getattr(generator, 'device', '')}".partition(":")[0].strip()
 
 
-def _raw_state_of(generator: Any) -> Any:
+def _state_of(generator: Any) -> Any:
+    """Return a state as tensors, numbers and strings.
+
+    NumPy's generators also accept lists in place of arrays.
+    """
     if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy()
+        return generator.get_state()
     if isinstance(generator, random.Random):
-        version, words, following = generator.getstate()
-        return version, array("I", words), following  # bytes are pickled faster than integers
+        return generator.getstate()
     if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return generator.bit_generator.state
+        return _plain(generator.get_state(legacy=False))
+    return _plain(generator.bit_generator.state)
 
 
 def _set_state(generator: Any, state: Any) -> None:
@@ -126,18 +106,7 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
 
 
-def _plain(state: Any) -> Any:
-    """Convert a raw state to tensors, numbers and strings.
-
-    NumPy's generators also accept lists in place of arrays.
-    """
-    if isinstance(state, tuple):
-        version, words, following = state
-        return version, tuple(words), following
-    return _plain_value(state) if isinstance(state, dict) else torch.from_numpy(state)
-
-
-def _plain_value(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _plain_value(part) for name, part in value.items()}
+        return {name: _plain(part) for name, part in value.items()}
     return value.tolist() if isinstance(value, np.ndarray) else value

@@ -4,11 +4,10 @@
 Collaborator     Its question
 ===============  ==================================================================
 ``rendezvous``   How do the ranks connect?
-``files``        Where are the stop and rescue checkpoints?
+``files``        Where is the stop checkpoint?
 ``checkpoints``  What do all ranks do to save or restore? Has an exception ended the run?
 ``stops``        At which step do all ranks stop after a signal?
-``recorder``     What does a surviving rank need to save the current step?
-``rescue``       Which rank saves it after another rank's death?
+``last_step``    Which rank saves the last finished step after a failure?
 ``data``         What does each rank read (``uneven``, ``evaluation``), and where does an
                  epoch continue (``resume``)?
 ``metrics``      How are logged values reduced?
@@ -34,7 +33,6 @@ from typing_extensions import override
 
 from lightning_ddp_ext.arguments import check_choice, integer, to_timedelta
 from lightning_ddp_ext.checkpoint.location import PathOrUrl
-from lightning_ddp_ext.checkpoint.rank_records import Kind
 from lightning_ddp_ext.rendezvous.init_method import InitMethod
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
 from lightning_ddp_ext.supervision.stacks import caller_in_lightning
@@ -61,8 +59,7 @@ from .start.devices import RankDevicesStrategy
 from .start.environment import choose_environment, world_of
 from .start.joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, Rendezvous
 from .start.launchers import Collaborators, ProcessesLauncher, ScriptLauncher
-from .stopping.recorder import Recorder
-from .stopping.rescue import Rescue
+from .stopping.last_step import LastStepSaver
 from .stopping.stops import StopController, default_deadline
 from .strategy_ranks import check_received
 
@@ -108,15 +105,12 @@ class DDPExtStrategy(RankDevicesStrategy):
             continues with the next batch and each rank's random states, or starts the
             epoch again if its order cannot be drawn again; ``"stock"`` does what
             Lightning does.
-        stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of
-            them: a path, or a file name, which is placed next to the other checkpoints,
-            or below ``default_root_dir`` if a logger decides where these are; ``None``
-            saves nothing, except for a requeue by SLURM. ``ckpt_path="last"`` finds the
-            file in the same fit of the same command.
-        rescue_checkpoint: where a survivor saves the last step after another rank has
-            died, failed or hung, such as ``"last-rescued.ckpt"``: a path or file name
-            as for ``stop_checkpoint``; ``None`` saves nothing. The file is removed when
-            a run that found it by ``ckpt_path="last"`` finishes.
+        stop_checkpoint: where the last finished step is saved if the run ends early: by
+            SIGTERM, SIGUSR1 or Ctrl-C, or by a rank that fails, dies or hangs. A path, or
+            a file name, which is placed next to the other checkpoints, or below
+            ``default_root_dir`` if a logger decides where these are; ``None`` saves
+            nothing, except for a requeue by SLURM. ``ckpt_path="last"`` finds the file
+            in the same fit of the same command.
         save_deadline: seconds or ``timedelta`` between a signal or exception and the
             moment when ranks are killed without saving; ``None``: 25 s under torchrun,
             which kills ranks after 30 s, and 10 minutes elsewhere.
@@ -167,7 +161,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         uneven_inputs: UnevenMode | None = None,
         resume_data: ResumeData = "exact",
         stop_checkpoint: PathOrUrl | None = "last-preempted.ckpt",
-        rescue_checkpoint: PathOrUrl | None = None,
         save_deadline: float | timedelta | None = None,
         nccl: NCCLOptions | None = None,
         interface: str | None = None,
@@ -212,29 +205,21 @@ class DDPExtStrategy(RankDevicesStrategy):
             interface=interface,
         )
         deadline = to_timedelta(save_deadline, field="save_deadline") or default_deadline()
-        self.files = RunFiles(stop_checkpoint, rescue_checkpoint)
+        self.files = RunFiles(stop_checkpoint)
         self.checkpoints = Checkpoints(self, deadline)
         self.stops = StopController(self, self.files, self.checkpoints, deadline)
-        self.recorder = Recorder(self)
         self._replaced = ReplacedMethods()
         self.data = TrainerLoaders(
             self,
             self.checkpoints,
-            RunParts(self.stops, self.recorder, self._replaced),
+            RunParts(self.stops, self._replaced),
             order=sampler,
             exact_evaluation=exact_evaluation,
             uneven_inputs=uneven_inputs,
             resume_data=resume_data,
         )
         self.metrics = LoggedValues(self, self.checkpoints, self.data.evaluation)
-        self.rescue = Rescue(
-            self,
-            rescue_checkpoint,
-            files=self.files,
-            stops=self.stops,
-            resume=self.data.resume,
-            recorder=self.recorder,
-        )
+        self.last_step = LastStepSaver(self, self.files, self.stops, self.data.resume)
         self.averaging = GradientAveraging(
             self,
             hook=ddp_comm_hook,
@@ -264,7 +249,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         parts = Collaborators(
             rendezvous=self.rendezvous,
             files=self.files,
-            rescue=self.rescue,
+            last_step=self.last_step,
             deadline=self.stops.deadline,
         )
         if self._start_method == "popen":
@@ -364,12 +349,13 @@ class DDPExtStrategy(RankDevicesStrategy):
         if type(self._layer_sync) is pl.plugins.TorchSyncBatchNorm:
             self._layer_sync = RanksLayerSync()
         super().setup(trainer)
-        self.rescue.start()
+        self.last_step.start()
 
     @override
     def on_train_start(self) -> None:
         self.data.uneven.report_step_if_even()
         self.data.on_train_start()
+        self.stops.weights.on_train_start(trainer_of(self.lightning_module))
 
     @override
     def on_train_end(self) -> None:
@@ -379,7 +365,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_validation_end(self) -> None:
         self.data.resume.on_validation_end()
-        self.recorder.record(Kind.VALIDATED)
+        self.stops.weights.after_validation()
         self._end_evaluation()
 
     def _start_evaluation(self) -> None:
@@ -401,7 +387,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             super().teardown()
         finally:
             self._replaced.undo_all()
-            self.rescue.end()
+            self.last_step.end()
             self.stops.detach()
             self.rendezvous.release_address()
 
@@ -422,13 +408,10 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.recorder.on_train_batch_start()
         self.data.on_train_batch_start(batch)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.stops.weights.on_training_step()
-        self.recorder.before_forward()
         with self.metrics.step(is_training=True):
             return super().training_step(*args, **kwargs)
 
@@ -437,23 +420,14 @@ class DDPExtStrategy(RankDevicesStrategy):
         self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         self.metrics.flush()
-        with self.recorder.backward(), self.averaging.backward():
+        with self.averaging.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(*args, **kwargs)
-        self.recorder.after_optimizer_step()
-        return result
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.at_step()
-        self.recorder.before_forward()
         with self.data.evaluation.step(), self.metrics.step(is_training=False):
-            result = super().validation_step(*args, **kwargs)
-        self.recorder.record(Kind.VALIDATING)
-        return result
+            return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:

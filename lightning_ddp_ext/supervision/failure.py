@@ -60,7 +60,7 @@ def supervised(
             unchanged.
         handler: the frame of a call that handles the exception; unless it returns in
             time, the process exits.
-        rescue: called with an exception that another rank caused, before this rank's
+        rescue: called with the exception; if another rank caused it, before this rank's
             groups are closed.
         is_joint: false for a job of this rank alone.
 
@@ -98,7 +98,8 @@ def explain(
 
     Args:
         exception: the exception.
-        rescue: called if another rank caused it, before this rank's groups are closed.
+        rescue: called with the exception; if another rank caused it, before this rank's
+            groups are closed.
         is_caught: whether the caller may catch the exception. If every rank raises one,
             it is then not announced, so the groups stay intact.
 
@@ -125,7 +126,10 @@ def explain(
     # After an error of the device, torch's watchdog may end this process at any time.
     may_wait = is_caught and not isinstance(exception, torch.AcceleratorError)
     if not (may_wait and session.exceptions.is_common()):
+        if context.groups.uses_nccl:
+            rescue(exception)  # aborting NCCL might change the weights
         context.announce_failure(exception, "".join(traceback.format_exception(exception)))
+    rescue(exception)
     return exception
 
 

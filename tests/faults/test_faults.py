@@ -65,7 +65,7 @@ FaultKind = Literal["kill", "raise", "cut", "stop", "term"]
 # How ranks are started: by hand, by a script that is rank 0 (popen), or by a process
 # that is not a rank itself.
 Start = Literal["by hand", "by hand, two hosts", "popen", "torchrun", "fork", "spawn"]
-During = Literal["saves", "background saves", "rescue"]
+During = Literal["saves", "background saves"]
 
 SIGNALS: dict[FaultKind, int] = {
     "kill": signal.SIGKILL,
@@ -76,7 +76,7 @@ SIGNALS: dict[FaultKind, int] = {
 TWO_HOSTS: Start = "by hand, two hosts"
 BY_HAND: tuple[Start, ...] = ("by hand", TWO_HOSTS)
 LAUNCHED: tuple[Start, ...] = ("torchrun", "fork", "spawn")
-DURING: tuple[During, ...] = ("saves", "background saves", "rescue")
+DURING: tuple[During, ...] = ("saves", "background saves")
 FAILED = 1  # the exit status of a rank that raises
 STOPPED = 128 + signal.SIGTERM  # the exit status of a rank that stops on SIGTERM
 # See "Maximum delays" in docs/guides/hangs.md. After a death the main thread
@@ -226,10 +226,9 @@ def train(
     """Train from the newest checkpoint on, and save every third step; return the model."""
     L.seed_everything(8 if any(directory.glob("*.ckpt")) else 7, verbose=False)
     io = TellingIO(background=during == "background saves")
-    rescue = "last-rescued.ckpt" if during == "rescue" else None
     saver = RankZeroCheckpoint(directory, "{step}", every_n_train_steps=3, save_last=True)
     trainer = make_trainer(
-        DDPExtStrategy(checkpoint_io=io, rescue_checkpoint=rescue, **LIMITS, **options),
+        DDPExtStrategy(checkpoint_io=io, **LIMITS, **options),
         devices=devices,
         max_epochs=max_epochs,
         num_sanity_val_steps=0,

@@ -262,7 +262,7 @@ def test_a_failed_task_is_named_by_the_other_one_which_saves(
     srun: str, fault: str, message: str, slurm: Slurm, tmp_path: Path
 ) -> None:
     """The checkpoint has the fourth step, in which the task fails; the job fails."""
-    arguments = [SLOWLY, fault, "rescue_checkpoint=rescued.ckpt"]
+    arguments = [SLOWLY, fault]
     job = submit(slurm, tmp_path, *arguments, start=f"{srun} python")
     assert job.wait() == FAILED, job.output
     assert re.search(message, job.output, re.MULTILINE), job.output

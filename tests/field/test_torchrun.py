@@ -18,7 +18,6 @@ from tests.harness.scripts import start_script
 
 TRAIN = str(Path(train.__file__))
 AGENT = 0  # the only process that ``Job.start_agent`` starts itself
-RESCUE = "rescue_checkpoint=rescued.ckpt"
 # By default, the agent of rank 0 does not tell its store's address to new agents:
 # https://github.com/pytorch/pytorch/issues/147064
 MAY_RETURN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -111,12 +110,12 @@ def test_ranks_are_restarted_after_one_fails(
     fault: str, undisturbed: set[str], tmp_path: Path
 ) -> None:
     """Both agents restart their ranks, which continue after the last finished step."""
-    expect_resumed(run(tmp_path, "step=0.1", fault, RESCUE), undisturbed)
+    expect_resumed(run(tmp_path, "step=0.1", fault), undisturbed)
 
 
 def test_an_agent_replaces_a_killed_one(undisturbed: set[str], tmp_path: Path) -> None:
     """The other agent waits for the new one, and no step is lost."""
-    job = Job(tmp_path, "step=0.5", RESCUE, env=MAY_RETURN)
+    job = Job(tmp_path, "step=0.5", env=MAY_RETURN)
     with job.start_agent(is_host=True) as first, job.start_agent() as second:
         second.wait_for_output("trains from step 0", AGENT)
         second.kill(AGENT)
@@ -153,7 +152,7 @@ def test_a_job_of_one_or_two_nodes_trains_each_sample_once(
     loss: signal.Signals, tmp_path: Path
 ) -> None:
     """One node continues without the lost one, and both continue when it returns."""
-    job = Job(tmp_path, "step=0.5", RESCUE, min_nodes=1, env=MAY_RETURN)
+    job = Job(tmp_path, "step=0.5", min_nodes=1, env=MAY_RETURN)
     with job.start_agent(is_host=True) as first, job.start_agent() as second:
         second.wait_for_output("rank 1 of 2 trains from step", AGENT)
         second.kill(AGENT, loss)

@@ -39,7 +39,6 @@ def save_in_training(
     save = partial(L.Trainer.save_checkpoint, filepath=path)
     placement.trainer(
         path.parent,
-        strategy={"rescue_checkpoint": path.parent / "last-rescued.ckpt"},
         plugins=[RankZeroCheckpointIO(background=is_background)],
         callbacks=[
             training.At("on_train_batch_end", save, earlier=1),

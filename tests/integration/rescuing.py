@@ -1,7 +1,6 @@
-"""Train a run whose ranks are killed at chosen moments, and run it again until it ends."""
+"""Train a run whose ranks end at chosen moments, and run it again until it ends."""
 
 import os
-import random
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,8 +9,8 @@ from typing import Any
 from unittest.mock import patch
 
 import lightning as L
-import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -36,7 +35,8 @@ class Kill:
             checkpoints.
         earlier: how often the ranks pass the moment before.
         ranks: the ranks that end.
-        by: "kill" (SIGKILL), "sigterm" or "error" (an exception).
+        by: "kill" (SIGKILL), "sigterm", "exit" (``os._exit``), "error" (an exception) or
+            "other call" (a collective that the other ranks do not call).
     """
 
     moment: str
@@ -48,36 +48,36 @@ class Kill:
         """Return a callback that ends the ranks in the hook."""
         return training.At(self.moment, self.end_process, earlier=self.earlier, ranks=self.ranks)
 
+    @property
+    def ends_by_exception(self) -> bool:
+        """Whether also these ranks can save."""
+        return self.by in ("error", "other call")
+
     def end_process(self, *_: Any) -> None:
         if self.by == "error":
             raise ValueError("this rank fails")
+        if self.by == "exit":
+            os._exit(3)
+        if self.by == "other call":
+            dist.all_reduce(torch.zeros(77))
         os.kill(os.getpid(), signal.SIGTERM if self.by == "sigterm" else signal.SIGKILL)
 
 
 class Net(L.LightningModule):
-    """Has what differs between ranks: dropout, batch statistics, and noise from each
-    library.
-    """
+    """Draws no random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        layers = (nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
-        self.layers = nn.Sequential(*layers)
-
-    def on_fit_start(self) -> None:
-        torch.manual_seed(torch.initial_seed() + 10 * self.global_rank)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def training_step(self, batch: training.Batch, index: int) -> Tensor:
         x, y = batch
-        noise = np.random.randn(len(x), 4) + np.random.randn() + random.gauss(0, 1)
-        x = x + 0.01 * torch.from_numpy(noise).float().to(x.device)
         loss: Tensor = (self.layers(x) - y).square().mean()
         return loss
 
     def validation_step(self, batch: training.Batch, index: int) -> None:
         x, y = batch
-        result = (self.layers(x) - y).square().mean() + torch.rand(())
-        self.log("result", result, sync_dist=True)
+        self.log("result", (self.layers(x) - y).square().mean(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -160,13 +160,9 @@ class FinishedSteps(L.Callback):
 
 
 def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, Tensor]:
-    """Train from the newest checkpoint on, with another seed; return the final weights.
-
-    Buffers are returned only on rank 0, as in a checkpoint: another rank resumes with
-    these, and keeps them if no batch is left.
-    """
+    """Train from the newest checkpoint on, with another seed; return the final weights."""
     L.seed_everything(8 + rank if any(directory.glob("*.ckpt")) else 7, verbose=False)
-    strategy = {"rescue_checkpoint": directory / NAME, "timeout": 60, **plan.strategy}
+    strategy = {"stop_checkpoint": directory / NAME, "timeout": 60, **plan.strategy}
     training.backend(strategy.get("process_group_backend", "gloo"))
     callbacks: list[L.Callback] = [FinishedSteps(directory)]
     kill = plan.kill
@@ -188,11 +184,7 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
     training.fit(
         "ours", directory, net, *callbacks, strategy=strategy, ckpt_path=plan.ckpt_path, **options
     )
-    return training.weights(net) if rank == 0 else parameters_of(net)
-
-
-def parameters_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.named_parameters()}
+    return training.weights(net)
 
 
 def survive(
@@ -229,8 +221,9 @@ def survive(
 
 
 def finished_step(directory: Path, outcomes: list[Outcome], kill: Kill) -> int:
-    """Return the last step that a survivor has finished."""
-    survivors = [outcome.rank for outcome in outcomes if outcome.rank not in kill.ranks]
+    """Return the last step that a rank has finished which was not killed."""
+    killed = () if kill.ends_by_exception else kill.ranks
+    survivors = [outcome.rank for outcome in outcomes if outcome.rank not in killed]
     paths = [directory / f"{rank}.steps" for rank in survivors]
     return max((int(path.read_text()) for path in paths if path.exists()), default=0)
 

@@ -1,5 +1,5 @@
-"""After a rank's death a survivor saves the last step, whatever happens meanwhile, to
-the place where the same command looks for it.
+"""After a failure one rank saves the last step, whatever happens meanwhile, to the place
+where the same command looks for it.
 """
 
 import errno
@@ -11,9 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +19,6 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_ddp_ext import RankZeroCheckpointIO
-from lightning_ddp_ext.checkpoint import rank_records
 from tests.harness import ranks, training
 from tests.harness.ranks import stories
 from tests.harness.scripts import run_script
@@ -65,7 +62,7 @@ def train_with_own_names(rank: int, world_size: int, directory: Path, kill: Kill
         directory,
         Net(),
         *([start] if kill is None else [start, kill.callback()]),
-        strategy={"rescue_checkpoint": rescuing.NAME},
+        strategy={"stop_checkpoint": rescuing.NAME},
         ckpt_path="last",
         logger=CSVLogger(directory, version=f"of_rank_{rank}"),
         enable_checkpointing=True,
@@ -106,62 +103,6 @@ def test_the_fits_of_a_script_do_not_resume_from_each_others_rescue(tmp_path: Pa
     assert f"{path} belongs to a fit with another number in its script; pass its path" in first_fit
     assert resume
     assert not path.exists()
-
-
-def test_a_place_without_locks_is_refused_at_the_start(tmp_path: Path) -> None:
-    """Every rank raises, before it trains, if a path is in an object store."""
-    plan = Plan(strategy={"rescue_checkpoint": "memory://run/it.ckpt"})
-    for outcome in ranks.launch_ranks(rescuing.train, 2, plan, tmp_path):
-        assert outcome.failure.type_name == "ConfigurationError"
-        assert "(got memory://run/it.ckpt); pass a local path" in outcome.failure.message
-
-
-# What survivors have recorded.
-
-
-def fill_memory(trainer: L.Trainer) -> None:
-    """Leave no space for what this rank records from now on."""
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    patch.object(os, "pwrite", side_effect=full).start()
-
-
-def test_a_rank_without_space_for_its_states_trains_on(tmp_path: Path) -> None:
-    """Full shared memory does not change the result of training."""
-    unbroken = rescuing.survive(2, Plan(), (), tmp_path / "unbroken")
-    plan = Plan(callbacks=[training.At("on_train_start", fill_memory, ranks=[0])])
-    full = rescuing.survive(2, plan, (), tmp_path / "full")
-    torch.testing.assert_close(full, unbroken, rtol=0, atol=0)
-
-
-def test_buffers_of_an_earlier_step_are_not_saved(tmp_path: Path) -> None:
-    """A survivor saves nothing if the rank that records buffers had no space for them."""
-    in_third_step = training.At("on_train_batch_start", fill_memory, earlier=2, ranks=[0])
-    plan = Plan(RANK_ZERO_IN_SIXTH_STEP, callbacks=[in_third_step])
-    _, survivor = ranks.launch_ranks(rescuing.train, 2, plan, tmp_path)
-    refusal = "did not save the last step: the buffers of this step are not recorded"
-    assert refusal in survivor.output, survivor.story()
-    assert not (tmp_path / rescuing.NAME).exists()
-
-
-def train_on_two_hosts(rank: int, world_size: int, plan: Plan, directory: Path) -> Any:
-    """Train on ranks that cannot open each other's records, as if on two hosts."""
-    with patch.object(rank_records, "_open", lambda path: None):
-        return rescuing.train(rank, world_size, plan, directory)
-
-
-def test_a_rank_of_another_host_continues_with_random_states_from_the_seed(tmp_path: Path) -> None:
-    """The survivor names the rank whose random states are derived; no step is lost."""
-    survivor, _ = ranks.launch_ranks(train_on_two_hosts, 2, Plan(IN_SIXTH_STEP), tmp_path)
-    report = (
-        "; this host has no record of the random states of rank 1, so those states are derived from"
-        " the seed"
-    )
-    assert report in survivor.output
-    assert rescuing.saved_step(tmp_path) >= FINISHED
-    saved = torch.load(tmp_path / rescuing.NAME, weights_only=True)
-    recorded, derived = saved["lightning_ddp_ext"]["ranks"]
-    assert str(recorded["random"]) != str(derived["random"])
-    ranks.run_ranks(train_on_two_hosts, 2, Plan(), tmp_path)
 
 
 # Faults while a survivor saves.

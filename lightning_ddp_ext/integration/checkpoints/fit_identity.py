@@ -1,4 +1,4 @@
-"""Identify the fit that saves a stop or rescue checkpoint.
+"""Identify the fit that saves a stop checkpoint.
 
 The file contains the :class:`FitIdentity` of the run that saved it. A later run compares
 it with its own, and gets a :class:`SavingRun`, which tells whether the file is its own.
@@ -94,7 +94,7 @@ class SavingRun:
 
 @dataclass(frozen=True)
 class FitIdentity:
-    """The identity of a fit, which its stop and rescue checkpoints contain.
+    """The identity of a fit, which its stop checkpoints contain.
 
     Words and values are hashed, because they may be secrets. Before the first fit it is
     empty.

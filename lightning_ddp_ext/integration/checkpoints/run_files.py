@@ -1,4 +1,4 @@
-"""Name a run's stop and rescue checkpoints, resume from them, and remove obsolete ones.
+"""Name a run's stop checkpoint, resume from them, and remove obsolete ones.
 
 A launcher needs the file that ``ckpt_path="last"`` means before the ranks connect, so
 each rank searches its own disk (:meth:`RunFiles.resolve_last`). Once the ranks have
@@ -55,22 +55,19 @@ class _Found:
 
 
 class RunFiles:
-    """The stop and rescue checkpoints of a strategy's Trainer.
+    """The stop checkpoints of a strategy's Trainer.
 
     In a run, the methods are called in this order:
 
     1. :meth:`count_fit` and :meth:`resolve_last`, on each rank, before the ranks connect
     2. :meth:`raise_search_error`, on rank 0, when they have connected
     3. :meth:`chosen`, on each rank, when the Trainer restores a file
-    4. if the ranks are stopped: :meth:`place` on rank 0, then :meth:`identify_stop` and, for
-       each checkpoint, :meth:`add_identity` on each rank
+    4. :meth:`place` on rank 0, at the start and if the ranks are stopped; then
+       :meth:`identify_stop` and, for each checkpoint, :meth:`add_identity` on each rank
     5. :meth:`remove_obsolete`, on each rank, at the end
-
-    With a rescue checkpoint, rank 0 also calls :meth:`place` when training starts.
 
     Args:
         stop: the name or path of the stop checkpoint; ``None`` if none is saved.
-        rescue: the name or path of the rescue checkpoint; ``None`` if none is saved.
 
     Attributes:
         stop_name: the argument ``stop``.
@@ -79,13 +76,11 @@ class RunFiles:
         identity: the identity of the Trainer's fit.
     """
 
-    def __init__(self, stop: PathOrUrl | None, rescue: PathOrUrl | None) -> None:
+    def __init__(self, stop: PathOrUrl | None) -> None:
         check_file_name("stop_checkpoint", stop)
-        check_file_name("rescue_checkpoint", rescue)
         self.stop_name = stop
         self.requeue_name: PathOrUrl = _OF_REQUEUED_JOB if stop is None else stop
-        of_stop = self.requeue_name if SLURMEnvironment.detect() else stop
-        self._names = [name for name in (of_stop, rescue) if name is not None]
+        self._searched_name = self.requeue_name if SLURMEnvironment.detect() else stop
         self._fit_number = IN_A_HOOK
         self.identity = FitIdentity()
         self._is_requeued: dict[str, bool] = {}  # by the path of a stop checkpoint
@@ -216,9 +211,7 @@ class RunFiles:
 
         Rank 0 also reads the identities of the files, and logs and records its choice.
         """
-        own: set[str] = set()
-        for name in self._names:
-            own |= versions_of(path_of_run_file(name, trainer))
+        own = self._own_files(trainer)
         of_lightning = files_that_last_means(trainer)
         paths = newest_first(own | of_lightning, written_last=own)
         if not is_rank_zero:
@@ -229,6 +222,20 @@ class RunFiles:
         choice.log("" if found else self._none_found(trainer))
         self._continue_from(found, choice.obsolete)
         return found
+
+    def _own_files(self, trainer: Any) -> set[str]:
+        """Return the existing files to which only this package saves."""
+        name = self._searched_name
+        return set() if name is None else versions_of(path_of_run_file(name, trainer))
+
+    def newest(self, trainer: Any) -> str | None:
+        """Return the newest file that ``"last"`` may mean, if any.
+
+        Raises:
+            CheckpointError: a store does not answer.
+        """
+        own = self._own_files(trainer)
+        return next(iter(newest_first(own | files_that_last_means(trainer), own)), None)
 
     def _continue_from(self, path: str | None, obsolete: list[str]) -> None:
         self._found = _Found(path, {each: change_token(each) for each in obsolete})

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from lightning_ddp_ext.arguments import check_choice
-from lightning_ddp_ext.checkpoint.rank_records import Kind
 from lightning_ddp_ext.data.loader import (
     DistributedLoader,
     LazyIterator,
@@ -37,7 +36,6 @@ from ..private.compat import active_loop_of, combined_iterator_of, iterators_of
 from ..private.lightning_tree import RunningStage
 from ..private.replaced_methods import Prepare, ReplacedMethods
 from ..start.devices import RankDevicesStrategy
-from ..stopping.recorder import Recorder
 from ..stopping.stops import StopController
 from .evaluation import EVALUATED, Evaluation
 from .positions import training_loaders_of, validation_loaders_of
@@ -52,12 +50,10 @@ class RunParts:
 
     Attributes:
         stops: stops all ranks before a batch.
-        recorder: records each step for a rescue.
         replaced: restores what a run changes in Lightning.
     """
 
     stops: StopController
-    recorder: Recorder
     replaced: ReplacedMethods
 
 
@@ -169,12 +165,10 @@ class TrainerLoaders:
         """
         trainer = self._strategy.current_trainer
         self._parts.stops.weights.before_validation(trainer)
-        self._parts.recorder.before_validation()
         has_begun = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready > 0
         is_first_loader = validation_loaders_of(trainer)[:1] == [loader]
         if trainer.validating and is_first_loader and not has_begun:
             self.resume.before_validation()
-            self._parts.recorder.record(Kind.BATCH)
 
     # Starting iterators.
 
@@ -211,14 +205,13 @@ class TrainerLoaders:
         """Start an iterator of the fit loop, with all others if an epoch begins.
 
         If a loader that is shorter than the epoch begins again, its ended iterator has
-        already called ``_before_batch`` for this batch.
+        already called ``before_batch`` for this batch.
         """
         fit_loop = self._strategy.current_trainer.fit_loop
         if combined_iterator_of(fit_loop) is self._combined_iterator:
             return self._start_at_position(loader, iterator)
         self._combined_iterator = combined_iterator_of(fit_loop)
         self.resume.before_iterators()
-        self._parts.recorder.record(Kind.EPOCH)
         batches = self._start_at_position(loader, iterator)
         for other in iterators_of(fit_loop):
             if other is not iterator:
@@ -235,16 +228,8 @@ class TrainerLoaders:
         with self._workers_of(loader):
             batches = self.uneven.end_together(loader.iterate())
         if loader is training_loaders_of(self._strategy.current_trainer)[0]:
-            iterator.before_next = self._before_batch
+            iterator.before_next = self._parts.stops.before_batch
         return batches
-
-    def _before_batch(self) -> None:
-        """Stop if the ranks agreed to, and record the state if an optimiser step begins."""
-        self._parts.stops.before_batch()
-        trainer = self._strategy.current_trainer
-        processed = trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        if processed % trainer.accumulate_grad_batches == 0:
-            self._parts.recorder.record(Kind.WINDOW)
 
     # Hooks of the fit loop.
 

@@ -87,14 +87,6 @@ def fetcher_of(loop: Any) -> Any:
     return private(loop, "_data_fetcher")
 
 
-def is_read_in_step(loop: Any) -> bool:
-    """Whether a loop's steps take ``dataloader_iter``.
-
-    They then fetch their batches themselves.
-    """
-    return type(fetcher_of(loop)).__name__ == "_DataLoaderIterDataFetcher"
-
-
 def takes_iterator(module: Any, stage: Any) -> bool:
     """Whether the steps of an evaluation take ``dataloader_iter``.
 
@@ -126,24 +118,51 @@ def validates_next(trainer: Any) -> bool:
 
 
 def is_in_optimizer_step(trainer: Any) -> bool:
-    """Whether automatic optimisation is within an optimiser step."""
-    steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.current
+    """Whether an optimiser step has begun and not ended."""
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization:
+        steps = loop.automatic_optimization.optim_progress.optimizer.step.current
+    else:
+        steps = loop.manual_optimization.optim_step_progress.current
     return bool(steps.ready > steps.completed)
 
 
-def is_in_closure(error: BaseException) -> bool:
-    """Whether an error was raised while gradients were computed or clipped.
+def is_in_closure(error: BaseException, trainer: Any) -> bool:
+    """Whether an error was raised while a step first computed or clipped gradients.
 
-    The optimiser has not changed anything by then.
+    The optimiser has not changed anything by then. An optimiser that calls its closure
+    several times may have done so before a later call.
     """
+    progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer
     for frame, _ in traceback.walk_tb(error.__traceback__):
         function = frame.f_code.co_name
         module = str(frame.f_globals.get("__name__"))
-        computes_gradients = function == "closure" and module.endswith(".automatic")
-        clips_gradients = function == "_after_closure" and ".precision." in module
-        if computes_gradients or clips_gradients:
-            return True
+        if function == "closure" and module.endswith(".automatic"):
+            return private(frame.f_locals["self"], "_result") is None
+        if function == "_after_closure" and ".precision." in module:
+            # Each call of the closure sets the gradients to zero.
+            return bool(progress.zero_grad.current.ready <= progress.step.current.ready)
     return False
+
+
+def is_in_batch_end(error: BaseException) -> bool:
+    """Whether an error was raised between a training batch and the count of its step.
+
+    Lightning validates there.
+    """
+    return any(
+        frame.f_code.co_name == "on_advance_end"
+        and str(frame.f_globals.get("__name__")).endswith(".training_epoch_loop")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+
+
+def is_in_tuner(error: BaseException) -> bool:
+    """Whether an error was raised while Lightning's tuner trained for a trial."""
+    return any(
+        ".pytorch.tuner." in str(frame.f_globals.get("__name__"))
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
 
 
 def batches_that_stepped_of(epoch_loop: Any) -> int:

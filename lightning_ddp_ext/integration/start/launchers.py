@@ -52,7 +52,7 @@ from ..private.lightning_tree import (
     pl,
     set_num_threads_if_needed,
 )
-from ..stopping.rescue import Rescue
+from ..stopping.last_step import LastStepSaver
 from ..stopping.stops import StoppedException
 from .environment import source_of
 from .joining import Rendezvous, environment_with, temporary_path
@@ -66,14 +66,14 @@ class Collaborators:
 
     Attributes:
         rendezvous: where and how the ranks connect.
-        files: the stop and rescue checkpoints.
-        rescue: saves the last step after another rank's death.
+        files: the stop checkpoints.
+        last_step: saves the last step after a failure.
         deadline: the longest time for which started ranks may save before they exit.
     """
 
     rendezvous: Rendezvous
     files: RunFiles
-    rescue: Rescue
+    last_step: LastStepSaver
     deadline: timedelta
 
 
@@ -111,7 +111,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 harmless=_HARMLESS,
                 is_joint=self._is_joint,
                 handler=sys._getframe(1),  # the Trainer's calling frame, which runs later hooks
-                rescue=self._parts.rescue.save,
+                rescue=self._parts.last_step.save,
                 **kwargs,
             )
 
@@ -281,7 +281,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
             args, kwargs = disable_module_memory_sharing((args, kwargs))
         is_rank_zero = self._environment.node_rank() == local_rank == 0
         function = partial(
-            supervised, task.function, harmless=_HARMLESS, rescue=self._parts.rescue.save
+            supervised, task.function, harmless=_HARMLESS, rescue=self._parts.last_step.save
         )
         try:
             args = self._parts.files.resolve_last(args, task.trainer, is_rank_zero=is_rank_zero)

@@ -1,30 +1,51 @@
-"""Restore the state after the last finished optimiser step, on a surviving rank.
+"""Save the last finished optimiser step on this rank alone, after a failure.
 
-The state of the loops is changed as if all ranks had stopped after that step, and the
-values that may have changed since are restored from what this host's ranks recorded.
+No step records anything for it. Weights and optimiser states are still those after the
+last finished step, unless an optimiser step was interrupted; only the state of the loops
+is moved to this step. Every rank whose run ends by an exception tries to save, and a
+lock lets one of them do so. Another one takes over if that rank is killed meanwhile.
 """
 
 from __future__ import annotations
 
 import copy
+import secrets
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_ddp_ext.checkpoint.rank_records import Kind, RankRecords
-from lightning_ddp_ext.checkpoint.saved_parameters import SavedParameters
-from lightning_ddp_ext.data.random_state import random_state_in, record_random_state
-from lightning_ddp_ext.data.seeding import mix, seeded
+import torch
 
+from lightning_ddp_ext.checkpoint.location import locate
+from lightning_ddp_ext.checkpoint.save_lock import lock_of, save_if_furthest
+from lightning_ddp_ext.errors import CheckpointError
+from lightning_ddp_ext.forced_exit import delaying_forced_exit, print_in_time
+from lightning_ddp_ext.ranks import reason_of
+from lightning_ddp_ext.rendezvous.process_context import current
+from lightning_ddp_ext.threads import wait_for_gpus
+
+from ..checkpoints.checkpoint_io import RankZeroCheckpointIO
+from ..checkpoints.fit_identity import KEY as FILE_KEY
+from ..checkpoints.run_files import RunFiles
 from ..data.loop_state import Restart, Stopped, complete_batch, find_restart
-from ..data.resume import Resume
-from ..private.compat import dump_checkpoint, fetcher_of, is_read_in_step, validates_next
+from ..data.resume import KEY, Resume
+from ..private.compat import (
+    averages_models,
+    batches_that_stepped_of,
+    dump_checkpoint,
+    fetcher_of,
+    is_in_batch_end,
+    is_in_closure,
+    is_in_optimizer_step,
+    is_in_tuner,
+    validates_next,
+)
 from ..private.lightning_tree import pl
-from .recorder import RecordedRun
-
-# The last kind of record whose random states a restart may use, by its ``at``; at the
-# start or end of an epoch, this is ``VALIDATED``.
-_LATEST_KIND = {"batch_end": Kind.WINDOW, "validation": Kind.BATCH}
+from ..start.devices import RankDevicesStrategy
+from ..strategy_ranks import is_sharded, ranks_of
+from .stops import StopController, finish_earlier_saves
 
 
 class Refused(Exception):
@@ -32,7 +53,22 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class LastStep:
+class _Fit:
+    """A fit whose last step may be saved.
+
+    Attributes:
+        trainer: its Trainer.
+        path: the path of the checkpoint.
+        token: distinguishes the fit from others that save to this path.
+    """
+
+    trainer: Any
+    path: str
+    token: str
+
+
+@dataclass(frozen=True)
+class _LastStep:
     """The point after the last finished step.
 
     Attributes:
@@ -48,49 +84,190 @@ class LastStep:
     batches: int
 
 
-@dataclass(frozen=True)
-class RankStates:
-    """The data positions and random states of all ranks.
+class LastStepSaver:
+    """Saves the last finished optimiser step of a fit that an exception ends.
 
-    Attributes:
-        states: the states, by rank.
-        derived: the ranks whose random states are derived from the seed.
+    Args:
+        strategy: our strategy.
+        files: the strategy's files.
+        stops: the strategy's stop controller, which has the deadline and knows the
+            weights.
+        resume: knows the position in the training data.
     """
 
-    states: list[dict[str, Any]]
-    derived: list[int]
+    def __init__(
+        self, strategy: RankDevicesStrategy, files: RunFiles, stops: StopController, resume: Resume
+    ) -> None:
+        self._strategy = strategy
+        self._files = files
+        self._stops = stops
+        self._resume = resume
+        self._fit: _Fit | None = None
+        self._opened = ExitStack()  # delays a forced exit
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what spawned ranks need, without the state of this process."""
+        return {**vars(self), "_fit": None, "_opened": ExitStack()}
+
+    def start(self) -> None:
+        """Share the path of the checkpoint, if the Trainer runs ``fit``.
+
+        Loggers choose directories on rank 0, and command lines may differ by rank.
+        Collective: every rank must call it.
+        """
+        self.end()
+        trainer = self._strategy.current_trainer
+        files = self._files
+        if current() is None or trainer.state.fn != "fit" or files.stop_name is None:
+            return
+        ranks = ranks_of(self._strategy)
+        path = files.place(files.stop_name, trainer) if ranks.rank == 0 else None
+        own = (path, secrets.token_hex(8), files.identity)
+        path, token, files.identity = ranks.from_rank_zero(own)
+        self._fit = _Fit(trainer, path, token)
+        self._opened.enter_context(
+            delaying_forced_exit(self._seconds, "save the last step", is_needed=self._has_step)
+        )
+
+    def end(self) -> None:
+        """Save nothing from now on."""
+        self._fit = None
+        self._opened.close()
+
+    def _has_step(self) -> bool:
+        """Whether a forced exit would lose a step. Called in another thread."""
+        return self._stops.weights.has_trained
+
+    @property
+    def _seconds(self) -> float:
+        """The time for this rank to save and exit after a failure."""
+        return self._stops.deadline.total_seconds()
+
+    def save(self, exception: BaseException) -> None:
+        """Save the last finished step, or print why it cannot be saved.
+
+        Each rank calls this by itself. It does nothing if another rank has saved this
+        step, before training, and after Ctrl-C, which asks for an immediate exit.
+
+        Args:
+            exception: the exception that ends this rank's run.
+        """
+        fit = self._fit
+        is_training = self._stops.weights.is_training and not self._stops.has_saved
+        if fit is None or not is_training or isinstance(exception, KeyboardInterrupt):
+            return
+        try:
+            with delaying_forced_exit(self._seconds):
+                line = self._save(fit, exception)
+        except Exception as error:
+            reason = error if isinstance(error, Refused) else reason_of(error)
+            line = f"this rank did not save the last step: {reason}; {self._instead(fit)}"
+        self.end()
+        if line:
+            print_in_time(f"[rank {self._strategy.global_rank}] {line}\n")
+
+    def _instead(self, fit: _Fit) -> str:
+        """Describe the file from which the next run continues."""
+        newest = None
+        with suppress(CheckpointError):
+            newest = self._files.newest(fit.trainer)
+        return f"ckpt_path='last' is {newest}" if newest else "there is no earlier checkpoint"
+
+    def _save(self, fit: _Fit, exception: BaseException) -> str:
+        """Save the last step, and return what to print; empty if another rank saved it.
+
+        Raises:
+            Refused: the step cannot be saved.
+        """
+        refusal = self._why_never(fit.trainer) or self._why_not_now(fit.trainer, exception)
+        if refusal is not None:
+            raise Refused(refusal)
+        step = _find_last_step(fit.trainer, exception)
+        if step.batches <= self._stops.weights.batches_before:
+            raise Refused("no step has finished since the start")
+        Path(lock_of(fit.path)).parent.mkdir(parents=True, exist_ok=True)
+        write = partial(self._write, fit, step)
+        if not save_if_furthest(fit.path, fit.token, step.batches, write, self._seconds):
+            return ""
+        return (
+            f"saved step {fit.trainer.global_step} to {fit.path}; resume with trainer.fit(...,"
+            f" ckpt_path='last') or ckpt_path={fit.path!r}"
+        )
+
+    def _why_never(self, trainer: Any) -> str | None:
+        """Return why nothing can be saved in this fit, whatever happens."""
+        if trainer.fast_dev_run:
+            return "fast_dev_run saves nothing"
+        if averages_models(self._strategy):
+            return "model_averaging_period lets the ranks have different weights"
+        if any(map(is_sharded, self._strategy.optimizers)):
+            return "each rank has only a shard of the optimiser's state (ZeroRedundancyOptimizer)"
+        if self._resume.mode == "stock":
+            return 'with resume_data="stock", training would not continue with the next step'
+        return None
+
+    def _why_not_now(self, trainer: Any, exception: BaseException) -> str | None:
+        """Return why the weights may not be those after the last finished step."""
+        module = trainer.lightning_module
+        if is_in_tuner(exception):
+            return "a tuner has changed the weights"
+        if is_in_optimizer_step(trainer) and not is_in_closure(exception, trainer):
+            return "the next step had started to change the weights"
+        if not self._stops.weights.match(module):
+            return "a hook has swapped the weights for this validation"
+        groups = current().groups  # type: ignore[union-attr]
+        if groups.uses_nccl:
+            wait_for_gpus(self._strategy.rank_devices)  # a step that waits is aborted only then
+            if groups.has_aborted_nccl:
+                return "NCCL was aborted, and a step may have used the gradients of only some ranks"
+        if not all(torch.isfinite(each).all() for each in module.parameters()):
+            return "the weights are not finite"
+        return None
+
+    def _write(self, fit: _Fit, step: _LastStep) -> None:
+        checkpoint = _checkpoint_of(step, fit.trainer)
+        ranks = [self._resume.state_at(step.restart, None)]
+        checkpoint[KEY] = self._resume.make_section(step.restart, step.stopped, ranks)
+        checkpoint[FILE_KEY] = self._files.identity.to_entry()
+        io = self._strategy.checkpoint_io
+        if isinstance(io, RankZeroCheckpointIO):
+            io.saver.deadline = self._seconds
+        finish_earlier_saves(io)
+        io.save_checkpoint(checkpoint, fit.path)
+        io.teardown()  # waits for a save in the background
 
 
-def find_last_step(trainer: Any, recorded: RecordedRun) -> LastStep:
+def _find_last_step(trainer: Any, exception: BaseException) -> _LastStep:
     """Find the point after the last finished step, without changing the Trainer."""
     loops = copy.deepcopy(trainer.fit_loop.state_dict())
     batch = loops["epoch_loop.batch_progress"]
-    validated = recorded.own.find(batch["total"]["ready"], Kind.VALIDATED)
+    current_batch = batch["current"]
+    done = current_batch["processed"]
+    accumulated = trainer.accumulate_grad_batches
+    is_over = current_batch["ready"] == current_batch["completed"]
+    stepped = batches_that_stepped_of(trainer.fit_loop.epoch_loop)
+    if is_over and not is_in_batch_end(exception):
+        # Lightning has counted the step of this batch.
+        stepped -= int(batch["is_last_batch"] or done % accumulated == 0)
     stopped = complete_batch(
         loops,
-        accumulated=trainer.accumulate_grad_batches,
-        stepped=recorded.stepped,
+        accumulated=accumulated,
+        stepped=stepped,
         validates=validates_next(trainer),
-        has_validated=validated is not None,
+        has_validated=is_over and not trainer.validating,
     )
     restart = find_restart(
         loops,
-        accumulated=trainer.accumulate_grad_batches,
+        accumulated=accumulated,
         stopped=stopped,
         has_ended=fetcher_of(trainer.fit_loop).done,
     )
-    batches = batch["total"]["processed"] - restart.dropped_of(batch["current"]["processed"])
-    return LastStep(loops, stopped, restart, batches)
+    batches = batch["total"]["processed"] - restart.dropped_of(done)
+    return _LastStep(loops, stopped, restart, batches)
 
 
-def checkpoint_of(step: LastStep, trainer: Any, recorded: RecordedRun) -> dict[str, Any]:
-    """Restore the recorded values, and return the Trainer's checkpoint after the step.
-
-    Raises:
-        Refused: another saved value may have changed.
-    """
-    _restore_parameters(trainer, recorded.parameters)
-    _restore_buffers(step.batches, recorded)
+def _checkpoint_of(step: _LastStep, trainer: Any) -> dict[str, Any]:
+    """Return the Trainer's checkpoint after the step."""
     checkpoint = dump_checkpoint(trainer)
     checkpoint["loops"]["fit_loop"] = step.loops
     states = checkpoint["callbacks"]
@@ -99,66 +276,6 @@ def checkpoint_of(step: LastStep, trainer: Any, recorded: RecordedRun) -> dict[s
         if is_stock and callback.state_key in states:
             _forget_missing_files(states[callback.state_key], callback.mode)
     return checkpoint
-
-
-def _restore_parameters(trainer: Any, parameters: SavedParameters) -> None:
-    is_step_lost = parameters.is_in_step and trainer.lightning_module.automatic_optimization
-    if is_step_lost and parameters.changes_outside_optimiser and is_read_in_step(trainer.fit_loop):
-        raise Refused(
-            "parameters may have changed before the step fetched its batch (dataloader_iter)"
-        )
-    lost = parameters.find_lost(in_step=is_step_lost)
-    if lost is not None:
-        raise Refused(
-            f"{lost} may have changed since the last step, and its earlier value is not recorded"
-        )
-    if is_step_lost:
-        parameters.undo_step()
-
-
-def _restore_buffers(batches: int, recorded: RecordedRun) -> None:
-    """Restore the recorded buffers, if no value that is not recorded has changed."""
-    changed = recorded.fixed.find_changed()
-    if changed is not None:
-        raise Refused(
-            f"{changed} has changed since the start, and its value after the last step is not"
-            " recorded: it is too large a buffer, or neither a parameter nor a buffer"
-        )
-    content = recorded.buffer_records.find(batches, Kind.BUFFERS) or b""
-    if not recorded.buffers.restore(content):
-        raise Refused("the buffers of this step are not recorded")
-
-
-def states_of_ranks(
-    step: LastStep, trainer: Any, recorded: RecordedRun, resume: Resume
-) -> RankStates:
-    """Return the data positions and random states of all ranks after the step.
-
-    The random states of ranks without records are derived from the seed.
-    """
-    own = resume.state_at(step.restart, None)
-    states = []
-    derived = []
-    for rank in range(trainer.world_size):
-        random = _random_states(step, recorded.records.get(rank))
-        if random is None:
-            derived.append(rank)
-            with seeded(mix(resume.known_seed or 0, rank, step.restart.epoch, step.batches)):
-                random = record_random_state()
-        states.append({**own, "rank": rank, "random": random})
-    return RankStates(states, derived)
-
-
-def _random_states(step: LastStep, records: RankRecords | None) -> Any:
-    """Return a rank's recorded random states after the step; ``None`` if there are none."""
-    if records is None:
-        return None
-    restart = step.restart
-    random = records.find(step.batches, Kind.EPOCH) if restart.has_started else None
-    if random is None:
-        latest = _LATEST_KIND.get(restart.at, Kind.VALIDATED)
-        random = records.find(step.batches, *Kind.up_to(latest))
-    return None if random is None else random_state_in(random)
 
 
 def _forget_missing_files(state: dict[str, Any], mode: str) -> None:
@@ -181,4 +298,5 @@ def _forget_missing_files(state: dict[str, Any], mode: str) -> None:
 
 
 def _is_missing(path: str) -> bool:
-    return Path(path).parent.is_dir() and not Path(path).exists()
+    local = locate(path).local if path else None
+    return local is not None and local.parent.is_dir() and not local.exists()

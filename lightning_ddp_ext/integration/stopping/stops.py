@@ -96,6 +96,7 @@ class StopController:
             hook has swapped others in.
         stopped: the stop point at which all ranks are stopping, recorded in the
             checkpoint; otherwise ``None``.
+        has_saved: whether the ranks have saved the stop checkpoint together.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class StopController:
         self.deadline = deadline
         self.weights = TrainingWeights()
         self.stopped: Stopped | None = None
+        self.has_saved = False
         # Of the current run, or of the last one.
         self._trainer: Any = None
         self._run = Run(is_outermost=False)
@@ -135,6 +137,7 @@ class StopController:
         self._run = run
         self._checkpoints.run = run
         self.stopped = None
+        self.has_saved = False
         self.weights = TrainingWeights()
         session = current_session()
         if session is None:
@@ -290,6 +293,7 @@ class StopController:
         files.identify_stop(path, is_requeued=is_requeued)
         finish_earlier_saves(self._strategy.checkpoint_io)
         self._trainer.save_checkpoint(path)
+        self.has_saved = True
         if is_requeued:
             return f"saved to {path} for the requeued job"
         remedy = (

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from lightning_ddp_ext.checkpoint.recorded_buffers import saved_buffers
 from lightning_ddp_ext.checksum import checksum
 
 from ..private.lightning_tree import pl
@@ -20,32 +19,44 @@ class TrainingWeights:
     """The weights of a Trainer's run, from before a validation that may swap them.
 
     Attributes:
-        has_trained: whether training has made progress that can be saved.
+        batches_before: the number of batches that were trained on before this run.
     """
 
     def __init__(self) -> None:
-        self.has_trained = False
-        self._recorded: list[int] | None = None  # checksums
+        self.batches_before = 0
+        self._trainer: Any = None  # once training has started
+        self._recorded: list[int] | None = None  # checksums, during a validation
 
-    def on_training_step(self) -> None:
-        """Record that training has made progress and uses its own weights."""
-        self.has_trained = True
-        self._recorded = None
+    def on_train_start(self, trainer: Any) -> None:
+        """Record how many batches were trained on before this run."""
+        self._trainer = trainer
+        self.batches_before = trainer.fit_loop.epoch_loop.batch_progress.total.processed
+
+    @property
+    def is_training(self) -> bool:
+        """Whether training has started."""
+        return self._trainer is not None
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether training has made progress that can be saved."""
+        if self._trainer is None:
+            return False
+        batches = self._trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        return bool(batches > self.batches_before)
 
     def before_validation(self, trainer: Any) -> None:
         """Record the weights, if a hook may swap others in during validation."""
         if self.has_trained and self._recorded is None and _may_swap(trainer):
             self._recorded = _checksums(trainer.lightning_module)
 
-    def match(self, module: torch.nn.Module, *, with_buffers: bool = True) -> bool:
-        """Whether the Trainer's module has the recorded values, if any are recorded.
+    def after_validation(self) -> None:
+        """Forget the weights, since training uses its own."""
+        self._recorded = None
 
-        Without ``with_buffers``, only its parameters are compared.
-        """
-        if self._recorded is None:
-            return True
-        now = _checksums(module, with_buffers=with_buffers)
-        return self._recorded[: len(now)] == now  # it begins with the parameters
+    def match(self, module: torch.nn.Module) -> bool:
+        """Whether the Trainer's module has the recorded weights, if any are recorded."""
+        return self._recorded is None or self._recorded == _checksums(module)
 
 
 def _may_swap(trainer: Any) -> bool:
@@ -67,9 +78,6 @@ def _may_swap(trainer: Any) -> bool:
     )
 
 
-def _checksums(module: torch.nn.Module, *, with_buffers: bool = True) -> list[int]:
-    """Return checksums of the dense parameters, then of the dense buffers in checkpoints."""
-    tensors: list[torch.Tensor] = list(module.parameters())
-    if with_buffers:
-        tensors += [getattr(owner, name) for _, owner, name in saved_buffers(module)]
-    return [int(checksum(each)) for each in tensors if each.layout == torch.strided]
+def _checksums(module: torch.nn.Module) -> list[int]:
+    """Return checksums of the dense parameters."""
+    return [int(checksum(each)) for each in module.parameters() if each.layout == torch.strided]
