@@ -77,7 +77,7 @@ fast: venv ## Tests without processes, and one run of each main promise (a minut
 gpu: venv ## Tests that need CUDA (10 minutes), and the benchmarks of a GPU
 	$(BIN)/python -m pytest tests/gpu -v --durations 10
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	    $(BIN)/python benchmarks/batchnorm.py layers collectives && $(BIN)/python benchmarks/rescue.py cost; fi
+	    $(BIN)/python benchmarks/batchnorm.py layers collectives; fi
 
 soak: venv ## 300 faults in real runs, one after another, and as many killed saves and ranks (an hour); SEED= of the first one, COUNT=
 	SOAK_SEED=$(SEED) SOAK_COUNT=$(COUNT) $(BIN)/python -m pytest tests/faults tests/integration/test_killed_saves.py tests/integration/test_rescue_sweep.py -k 'survived or killed' --verbose

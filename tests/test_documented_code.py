@@ -167,7 +167,7 @@ def output_until_stopped(script: Path, run: int) -> str:
 def test_a_page_that_is_stopped_continues_when_it_is_run_again(tmp_path: Path) -> None:
     """SIGTERM to one rank stops both, and the same command resumes, as the page claims."""
     script = tmp_path / "train.py"
-    script.write_text(first_block_of("guides/preemption.md"))
+    script.write_text(first_block_of("guides/early-end.md"))
     resumes = r"ckpt_path='last' is \S+/last-preempted\.ckpt"
     assert not re.search(resumes, output_until_stopped(script, run=0))
     assert re.search(resumes, output_until_stopped(script, run=1))

@@ -4,6 +4,7 @@ results.
 
 import gc
 import hashlib
+import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -108,13 +109,19 @@ class Linear(Net):
 
 
 def make_trainer(strategy: Any, **options: Any) -> L.Trainer:
-    """Return a Trainer on two CPU ranks that writes nothing and prints little, unless
-    ``options`` change that.
+    """Return a Trainer on two CPU ranks that writes nothing into the working directory
+    and prints little, unless ``options`` change that.
     """
     quiet = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
-    defaults: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, **quiet}
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "max_epochs": 2,
+        "default_root_dir": tempfile.gettempdir(),  # a failed fit saves there
+        **quiet,
+    }
     return L.Trainer(strategy=strategy, **{**defaults, **options})
 
 

@@ -177,7 +177,7 @@ def test_a_first_run_with_last_names_the_file_of_a_later_one(tmp_path: Path) -> 
     """A run without a checkpoint starts anew, and logs where it would save one."""
     launched = launch_alone(tmp_path, stops=False)
     assert launched.begin == FROM_START
-    line = "ckpt_path='last': no checkpoint yet; if the ranks are stopped, they save "
+    line = "ckpt_path='last': no checkpoint yet; if the run ends early, it saves "
     assert launched.output.count(line) == 1
 
 

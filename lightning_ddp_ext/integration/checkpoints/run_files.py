@@ -265,10 +265,7 @@ class RunFiles:
         if self.stop_name is None:
             return line
         path = self.place(self.stop_name, trainer)
-        return (
-            f"{line}; if the ranks are stopped, they save {path}, which the same command finds next"
-            " time"
-        )
+        return f"{line}; if the run ends early, it saves {path}, which the same command then finds"
 
     def remove_obsolete(self, trainer: Any) -> None:
         """Remove the file that a finished fit resumed from, and its older ones.
