@@ -171,7 +171,7 @@ class LastStepSaver:
         newest = None
         with suppress(CheckpointError):
             newest = self._files.newest(fit.trainer)
-        return f"ckpt_path='last' is {newest}" if newest else "there is no earlier checkpoint"
+        return f"ckpt_path='last' is {newest}" if newest else "no earlier checkpoint exists"
 
     def _save(self, fit: _Fit, exception: BaseException) -> str:
         """Save the last step, and return what to print; empty if another rank saved it.
