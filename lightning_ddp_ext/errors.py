@@ -13,7 +13,6 @@
     │   ├── DamagedCheckpointError           truncated, altered, or not a checkpoint
     │   └── UnsafeCheckpointError (pickle.UnpicklingError) weights_only=True refuses a class in it
     ├── SamplingError (RuntimeError)         data cannot be divided, or predictions not joined
-    │   └── ResumeError                      an epoch cannot continue where it stopped
     ├── BatchNormError (RuntimeError)        a layer cannot use the statistics of all ranks
     ├── DivergenceError (RuntimeError)       the ranks differ in weights or logged values
     └── RankFailedError (RuntimeError)       another rank failed or exited, so this rank stops
@@ -46,7 +45,6 @@ __all__ = [
     "RankFailedError",
     "RankHungError",
     "RendezvousError",
-    "ResumeError",
     "SamplingError",
     "UnsafeCheckpointError",
 ]
@@ -136,10 +134,6 @@ class UnsafeCheckpointError(CheckpointError, pickle.UnpicklingError):
 
 class SamplingError(DDPExtError, RuntimeError):
     """Data cannot be divided among the ranks, or their predictions cannot be joined."""
-
-
-class ResumeError(SamplingError):
-    """An epoch cannot continue at the position that the checkpoint recorded."""
 
 
 class BatchNormError(DDPExtError, RuntimeError):
