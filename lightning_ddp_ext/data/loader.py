@@ -16,7 +16,7 @@ import torch
 
 from lightning_ddp_ext.data.epochs import prepare_workers, samplers_set_by_lightning, set_epoch
 from lightning_ddp_ext.data.loader_properties import is_stateful, iterates_as_torch, name_of
-from lightning_ddp_ext.data.position import OfRank, Position, position_of
+from lightning_ddp_ext.data.position import OrderOfRank, Position, position_of
 from lightning_ddp_ext.data.proxy import iterable_of, own_copy, show
 
 StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
@@ -76,18 +76,14 @@ class DistributedLoader:
         """
         return show(self.loader, self)
 
-    def set_epoch(
-        self, epoch: int, *, is_set_by_lightning: bool = False, again: bool = False
-    ) -> None:
+    def set_epoch(self, epoch: int, *, is_set_by_lightning: bool = False) -> None:
         """Set the epoch of the objects in the loader, once, since they may count calls.
 
         Args:
             epoch: from 0.
             is_set_by_lightning: whether Lightning has set its samplers' epoch.
-            again: whether to set the same epoch a second time, because the loader was
-                read in part and the epoch begins anew.
         """
-        if epoch != self._epoch or again:
+        if epoch != self._epoch:
             self._epoch = epoch
             is_set = samplers_set_by_lightning(self.loader) if is_set_by_lightning else ()
             set_epoch(self.loader, epoch, except_for=is_set)
@@ -159,7 +155,7 @@ class TrainingLoader(DistributedLoader):
     """
 
     position: Position
-    ranks: OfRank
+    ranks: OrderOfRank
 
     def __init__(
         self, source: Any, start_iterator: StartIterator, *, is_dealt: bool = False
@@ -168,7 +164,7 @@ class TrainingLoader(DistributedLoader):
         self.name = name_of(self.loader)
         self.start_epoch(-1)
 
-    def make_position(self, ranks: OfRank, read_ahead: int) -> None:
+    def make_position(self, ranks: OrderOfRank, read_ahead: int) -> None:
         """Find out how an epoch can continue, see :func:`~.position.position_of`."""
         self.ranks = ranks
         self.position = position_of(self.loader, ranks, read_ahead)

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
@@ -54,11 +55,13 @@ _BLOCK = 64  # batches that are drawn at a time, because changing random states 
 _OTHER_ORDER = "draws another order than before the checkpoint was saved"
 
 
-class OfRank(Protocol):
+@dataclass
+class OrderOfRank:
     """What determines this rank's orders.
 
     Attributes:
-        seed: the seed for the order of samples, the same on all ranks.
+        seed: the seed for the order of samples, the same on all ranks. It changes when a
+            checkpoint is restored.
         rank: this rank.
         world_size: the number of ranks.
     """
@@ -82,7 +85,7 @@ class Position:
 
     reason: str | None = "yields batches in an order that cannot be drawn again"
 
-    def __init__(self, loader: Any, ranks: OfRank, read_ahead: int) -> None:
+    def __init__(self, loader: Any, ranks: OrderOfRank, read_ahead: int) -> None:
         self.loader = loader
         self._ranks = ranks
         self._read_ahead = read_ahead
@@ -118,7 +121,7 @@ class Position:
         return self.reason
 
 
-def position_of(loader: Any, ranks: OfRank, read_ahead: int) -> Position:
+def position_of(loader: Any, ranks: OrderOfRank, read_ahead: int) -> Position:
     """Return the position in a loader, of the class that the loader allows."""
     kind: type[Position] = Position
     if is_stateful(loader):
@@ -210,7 +213,7 @@ class IndexPosition(Position):
 
     reason = None
 
-    def __init__(self, loader: Any, ranks: OfRank, read_ahead: int) -> None:
+    def __init__(self, loader: Any, ranks: OrderOfRank, read_ahead: int) -> None:
         super().__init__(loader, ranks, read_ahead)
         self._sampler = make_permanent(loader)
         self._order: DrawnOrder | None = None
@@ -269,7 +272,7 @@ class StatePosition(Position):
 
     reason = None
 
-    def __init__(self, loader: Any, ranks: OfRank, read_ahead: int) -> None:
+    def __init__(self, loader: Any, ranks: OrderOfRank, read_ahead: int) -> None:
         super().__init__(loader, ranks, read_ahead)
         self._states: deque[tuple[int, Any]] = deque(maxlen=read_ahead)
         self._read = 0  # batches in the newest iterator

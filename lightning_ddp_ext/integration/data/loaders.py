@@ -28,7 +28,7 @@ from lightning_ddp_ext.data.loader import (
     source_of,
 )
 from lightning_ddp_ext.data.loader_properties import length_or_inf
-from lightning_ddp_ext.data.position import global_order_of, rewind
+from lightning_ddp_ext.data.position import OrderOfRank, global_order_of, rewind
 from lightning_ddp_ext.data.proxy import own_copy
 from lightning_ddp_ext.data.shortest import AHEAD
 
@@ -59,15 +59,6 @@ class RunParts:
     stops: StopController
     recorder: Recorder
     replaced: ReplacedMethods
-
-
-@dataclass
-class OrderOfRank:
-    """What determines a rank's orders, see ``data.position.OfRank``."""
-
-    seed: int
-    rank: int
-    world_size: int
 
 
 class TrainerLoaders:

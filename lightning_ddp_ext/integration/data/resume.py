@@ -333,7 +333,6 @@ class Resume:
         assert self.restart is not None
         _warn(self.restart.epoch, reason)
         for loader in training_loaders_of(self._trainer):
-            loader.set_epoch(self.restart.epoch, again=True)
             loader.start_epoch(self.restart.epoch)
         self.restart = self.restart.from_epoch_start()
         self._own["random"] = None
