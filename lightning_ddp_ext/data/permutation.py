@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_ddp_ext.data.seeding import mix
+from lightning_ddp_ext.data.random_state import mix
 
 ROUNDS = 10
 _TABLE = 1 << 16
@@ -43,7 +43,7 @@ class Permutation:
 
     Args:
         length: from 0 to 2**62.
-        key: from 0 to 2**64 - 1; see ``data.seeding.mix``.
+        key: from 0 to 2**64 - 1; see ``data.random_state.mix``.
 
     >>> Permutation(10**12, key=7).apply(np.array([0, 1, 999_999_999_999])).tolist()
     [322212786160, 735315487814, 184429750278]

@@ -44,12 +44,13 @@ from lightning_ddp_ext.data.loader_properties import (
 )
 from lightning_ddp_ext.data.random_state import (
     generators_of,
+    mix,
     preserve_random_state,
     record_random_state,
     restore_random_state,
+    seeded,
 )
 from lightning_ddp_ext.data.resampled import make_permanent
-from lightning_ddp_ext.data.seeding import mix, seeded
 
 _BLOCK = 64  # batches that are drawn at a time, because changing random states is slow
 _OTHER_ORDER = "draws another order than before the checkpoint was saved"

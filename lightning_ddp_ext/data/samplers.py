@@ -23,7 +23,7 @@ from lightning_ddp_ext.data.global_order import (
 )
 from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.data.permutation import Permutation
-from lightning_ddp_ext.data.seeding import mix, seeded
+from lightning_ddp_ext.data.random_state import mix, seeded
 from lightning_ddp_ext.errors import ConfigurationError
 
 _LENGTH_REMEDY = "give it a __len__ that returns the number of items"

@@ -13,8 +13,7 @@ from typing import Any
 
 from lightning_ddp_ext.checkpoint.rank_records import Kind, RankRecords
 from lightning_ddp_ext.checkpoint.saved_parameters import SavedParameters
-from lightning_ddp_ext.data.random_state import random_state_in, record_random_state
-from lightning_ddp_ext.data.seeding import mix, seeded
+from lightning_ddp_ext.data.random_state import mix, random_state_in, record_random_state, seeded
 
 from ..data.loop_state import Restart, Stopped, complete_batch, find_restart
 from ..data.resume import Resume
