@@ -267,9 +267,11 @@ class Resume:
             self._draw_worker_seeds()
 
     def after_iterators(self) -> None:
-        """Restore the random state if the iterators within an epoch have changed it."""
-        is_after_batch = self.restart is not None and self.restart.at == "batch_end"
-        if is_after_batch and self.is_training:
+        """Restore a random state that was saved after the epoch's iterators had started."""
+        restart = self.restart
+        if restart is None or not self.is_training:
+            return
+        if restart.at == "batch_end" or restart.has_started:
             self._restore_random_state()
 
     def _decide(self) -> None:
