@@ -25,6 +25,7 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from lightning_ddp_ext.data.epochs import samplers_below
+from lightning_ddp_ext.data.even_batches import AHEAD
 from lightning_ddp_ext.data.fingerprints import Trace, checksum_of_indices
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.loader_properties import index_sampler_of, is_stateful, length_or_inf
@@ -35,7 +36,6 @@ from lightning_ddp_ext.data.position import (
 )
 from lightning_ddp_ext.data.resampled import make_permanent
 from lightning_ddp_ext.data.seeding import mix
-from lightning_ddp_ext.data.shortest import AHEAD
 from lightning_ddp_ext.data.worker_seed import workers_seeded_by
 
 # Not a fingerprint: after batches of different sizes, the position is unknown.

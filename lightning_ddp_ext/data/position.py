@@ -20,6 +20,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from lightning_ddp_ext.data.epochs import all_below
+from lightning_ddp_ext.data.even_batches import AHEAD
 from lightning_ddp_ext.data.fingerprints import Trace, checksum_of_batch
 from lightning_ddp_ext.data.loader_properties import (
     length_or_inf,
@@ -32,7 +33,6 @@ from lightning_ddp_ext.data.random_state import (
     record_random_state,
     restore_random_state,
 )
-from lightning_ddp_ext.data.shortest import AHEAD
 from lightning_ddp_ext.errors import ResumeError
 
 FROM_THE_EPOCHS_START = (

@@ -48,8 +48,8 @@ STREAMED = {False: 12, True: 8}
 LIMIT = 4  # batches of an epoch
 
 WITH_RANKS = ("scalable", "distributed", "dealt")  # samplers that divide by themselves
-# Divided by the strategy's sampler; "option" stands for DDPExtStrategy(sampler="scalable").
-INJECTED = ("shuffled", "sequential", "own", "weighted", "replacement", "option")
+# Divided by the strategy's sampler.
+INJECTED = ("shuffled", "sequential", "own", "weighted", "replacement")
 STREAMS = ("stream", "sized")
 
 # By the place where a run stops: the hook that stops it or saves a checkpoint.
@@ -149,7 +149,6 @@ class Case:
             # Lightning begins to read new streams twice, and makes new loaders before it
             # restores numbers.
             self.made == "each" and not kinds.isdisjoint({"stream", "stateful"}),
-            "option" in kinds and self.injected == "no",
             # torchdata also draws an order where workers start.
             self.workers == "kept" and self.injected == "no" and "stateful" in kinds,
             # The epoch's last batch is not a step.
@@ -400,8 +399,6 @@ def training_of(case: Case, rank: int, ranks: int, place: Path) -> continuing.Tr
         # DDP would rebuild its buckets after the first step, and three ranks would then
         # add up in another order.
         strategy["find_unused_parameters"] = True
-    if any(source.kind == "option" for source in case.sources):
-        strategy["sampler"] = "scalable"
     loaders = partial(loaders_of, case, rank, ranks)
     return continuing.Training(loaders, place.parent, ranks, options, strategy, name=place.name)
 

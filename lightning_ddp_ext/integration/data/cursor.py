@@ -17,9 +17,7 @@ one epoch, see ``resumed_epoch``.
 
 from __future__ import annotations
 
-import math
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -40,7 +38,6 @@ from .positions import epoch_of, positions_of
 from .resumed_epoch import ResumedEpoch
 from .saved_epoch import read_saved
 from .uneven import UnevenInputs
-from .validation_clock import schedule_timed_validation
 
 ResumeData = Literal["exact", "strict", "epoch", "stock"]
 
@@ -97,7 +94,6 @@ class EpochCursor:
         self.seeding: WorkerSeeding | None = None
         self._resumed: ResumedEpoch | None = None
         self._combined_iterator: Any = None  # of the epoch that was entered last
-        self._validated_at = math.inf
 
     @property
     def _trainer(self) -> Any:
@@ -243,13 +239,8 @@ class EpochCursor:
         return batches
 
     def _before_batch(self) -> None:
-        """Stop if the ranks agreed to, and record the state if an optimiser step begins.
-
-        A validation that is due by time is scheduled, so that all ranks begin it
-        together.
-        """
+        """Stop if the ranks agreed to, and record the state if an optimiser step begins."""
         self._parts.stops.before_batch()
-        schedule_timed_validation(self._trainer, self._validated_at)
         accumulated = self._trainer.accumulate_grad_batches
         processed = self._trainer.fit_loop.epoch_loop.batch_progress.current.processed
         is_within_step = processed % accumulated > 0
@@ -263,7 +254,6 @@ class EpochCursor:
 
     def on_train_start(self) -> None:
         """Set the counters and the random state with which training continues."""
-        self._validated_at = time.monotonic()
         if self._resumed is None:
             return
         if self._resumed.describes_loops:
@@ -278,11 +268,10 @@ class EpochCursor:
             self._resumed.on_train_batch_start()
 
     def on_validation_end(self) -> None:
-        """Record when the validation ended, and let a resumed epoch end as usual.
+        """Let a resumed epoch end as usual.
 
         If the resume began with this validation, the end of the epoch would otherwise skip
         schedulers that monitor a metric.
         """
-        self._validated_at = time.monotonic()
         if self._resumed is not None:
             self._resumed.on_validation_end()

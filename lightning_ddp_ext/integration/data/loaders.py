@@ -12,7 +12,7 @@ from typing import Any, get_args
 from lightning_ddp_ext.arguments import check_choice
 from lightning_ddp_ext.checkpoint.rank_records import Kind
 from lightning_ddp_ext.data.loader import DistributedLoader, TrainingLoader, source_of
-from lightning_ddp_ext.data.loader_kinds import global_order_of, position_of
+from lightning_ddp_ext.data.loader_kinds import global_order_of, position_of, rewind
 
 from ..checkpoints.collective import Checkpoints
 from ..private.lightning_tree import RunningStage, pl
@@ -22,7 +22,7 @@ from .cursor import EpochCursor, ResumeData, RunParts
 from .evaluation import EVALUATED, Evaluation
 from .position_saver import PositionSaver
 from .positions import training_loaders_of, validation_loaders_of
-from .sampler_choice import Order, SamplerChoice
+from .sampler_choice import SamplerChoice
 from .uneven import UnevenInputs, UnevenMode
 
 # A checkpoint may lag these batches behind, besides those of an optimiser step.
@@ -36,7 +36,6 @@ class TrainerLoaders:
         strategy: our strategy.
         checkpoints: gathers the ranks' states.
         parts: other parts of the strategy.
-        order: the argument ``sampler`` of ``DDPExtStrategy``.
         exact_evaluation, uneven_inputs, resume_data: see ``DDPExtStrategy``.
 
     Attributes:
@@ -52,7 +51,6 @@ class TrainerLoaders:
         checkpoints: Checkpoints,
         parts: RunParts,
         *,
-        order: Order,
         exact_evaluation: bool,
         uneven_inputs: UnevenMode | None,
         resume_data: ResumeData,
@@ -66,7 +64,7 @@ class TrainerLoaders:
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
         self.saver = PositionSaver(strategy, checkpoints, parts.stops)
         self.cursor = EpochCursor(strategy, parts, self.uneven, self.saver, resume_data)
-        self._samplers = SamplerChoice(strategy, order, self.evaluation, self.cursor)
+        self._samplers = SamplerChoice(strategy, self.evaluation, self.cursor)
 
     def attach(self, trainer: Any) -> None:
         """Reset the state, and make a Trainer call :meth:`prepare`.
@@ -105,6 +103,9 @@ class TrainerLoaders:
         Collective: every rank must call it.
         """
         source = source_of(dataloader)  # another Trainer or stage may have prepared it already
+        if stage == RunningStage.PREDICTING:
+            rewind(source)  # one of our samplers may continue in the middle of an epoch
+            return as_lightning(source, shuffle, stage)
         divided = self._samplers.divide(as_lightning, source, shuffle, stage)
         kind = DistributedLoader if stage in EVALUATED else TrainingLoader
         loader = kind(divided, self.cursor.start, is_dealt=divided is not source)

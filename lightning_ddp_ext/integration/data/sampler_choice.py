@@ -3,8 +3,7 @@
 ================================================  =====================================
 Loader                                            What the ranks read
 ================================================  =====================================
-it has one of our samplers                        the loader as it is; in a prediction,
-                                                  a copy that also records indices
+it has one of our samplers                        the loader as it is
 the Trainer would put its own sampler into it,    a copy with a sampler of ours
 and there is one of ours for it
 any other                                         what the Trainer makes of it
@@ -13,9 +12,8 @@ any other                                         what the Trainer makes of it
 
 from __future__ import annotations
 
-from inspect import signature
 from math import inf
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch.utils.data import (
     BatchSampler,
@@ -25,26 +23,23 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_ddp_ext.arguments import check_choice
+from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.loader_kinds import DRAWING, global_order_of
-from lightning_ddp_ext.data.loader_properties import length_or_inf, name_of
-from lightning_ddp_ext.data.resampled import REMEDY, with_sampler
+from lightning_ddp_ext.data.loader_kinds import global_order_of
+from lightning_ddp_ext.data.loader_properties import length_or_inf
+from lightning_ddp_ext.data.resampled import with_sampler
 from lightning_ddp_ext.data.samplers import (
-    ScalableDistributedSampler,
+    DistributedBatchSamplerWrapper,
     SharedSampler,
     TorchOrderSampler,
 )
-from lightning_ddp_ext.errors import ConfigurationError
 
-from ..private.compat import has_saved_arguments, needs_sampler
-from ..private.lightning_tree import RunningStage, pl, update_dataloader
+from ..private.compat import needs_sampler
+from ..private.lightning_tree import RunningStage
 from ..private.replaced_methods import Prepare
 from ..start.devices import RankDevicesStrategy
 from .cursor import EpochCursor
 from .evaluation import EVALUATED, Evaluation, can_count_once
-
-Order = Literal["torch", "scalable"]
 
 
 class SamplerChoice:
@@ -52,21 +47,14 @@ class SamplerChoice:
 
     Args:
         strategy: our strategy.
-        order: the argument ``sampler`` of ``DDPExtStrategy``.
         evaluation: knows whether it counts each sample once.
         cursor: knows the seed for the order of samples.
     """
 
     def __init__(
-        self,
-        strategy: RankDevicesStrategy,
-        order: Order,
-        evaluation: Evaluation,
-        cursor: EpochCursor,
+        self, strategy: RankDevicesStrategy, evaluation: Evaluation, cursor: EpochCursor
     ) -> None:
-        check_choice("sampler", order, *get_args(Order))
         self._strategy = strategy
-        self._order = order
         self._evaluation = evaluation
         self._cursor = cursor
 
@@ -84,30 +72,14 @@ class SamplerChoice:
             stage: the stage.
         """
         if global_order_of(dataloader) is not None:
-            if stage != RunningStage.PREDICTING:
-                return dataloader
-            sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
-            return self._read_through(dataloader, sampler, stage)
+            return dataloader
         trainer = self._strategy.current_trainer
+        divided = None
         if isinstance(dataloader, DataLoader) and needs_sampler(trainer, dataloader):
             own_sampler = self._sampler_for(dataloader, shuffle, stage)
             if own_sampler is not None:
-                return self._read_through(dataloader, own_sampler, stage)
-        return as_lightning(dataloader, shuffle, stage)
-
-    def _read_through(self, loader: DataLoader[Any], sampler: Any, stage: RunningStage) -> Any:
-        """Return a copy of a loader that reads a sampler.
-
-        Lightning creates its batch sampler, which records indices for a prediction.
-        """
-        if self._strategy.world_size > 1:
-            _refuse_unknown_arguments(loader.batch_sampler)
-        try:
-            return with_sampler(loader, lambda copy: update_dataloader(copy, sampler, mode=stage))
-        except (TypeError, pl.utilities.exceptions.MisconfigurationException) as error:
-            raise ConfigurationError(
-                f"{name_of(loader)} takes no distributed sampler; {REMEDY}"
-            ) from error
+                divided = with_sampler(dataloader, own_sampler)
+        return as_lightning(dataloader, shuffle, stage) if divided is None else divided
 
     def _sampler_for(
         self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage
@@ -116,57 +88,38 @@ class SamplerChoice:
 
         With Lightning's sampler, a warning says that evaluated samples are repeated.
         """
-        is_evaluated = stage in EVALUATED
-        if is_evaluated and not self._evaluation.is_exact:
+        drawn = drawn_by(loader)
+        divides_itself = any(isinstance(each, DistributedSampler) for each in samplers_below(drawn))
+        if divides_itself or length_or_inf(drawn) == inf:
             return None
-        options = {
-            **self._strategy.distributed_sampler_kwargs,
-            "seed": self._cursor.seed,
-            "uneven": "exact" if stage == RunningStage.PREDICTING else "pad",
-        }
-        sampler = users_sampler_of(loader)
-        if not yields_each_once(sampler, loader.dataset):
-            return SharedSampler(sampler, **options)
+        is_evaluated = stage in EVALUATED
+        is_batches = drawn is loader.batch_sampler
+        # Users' batches may have different sizes, and so would a step on each rank.
+        if is_evaluated and (is_batches or not self._evaluation.is_exact):
+            return None
+        options = {**self._strategy.distributed_sampler_kwargs, "seed": self._cursor.seed}
+        if is_batches:
+            options["uneven"] = "drop" if getattr(drawn, "drop_last", False) else "pad"
+            return DistributedBatchSamplerWrapper(drawn, **options)
+        if not yields_each_once(drawn, loader.dataset):
+            return SharedSampler(drawn, **options)
         if is_evaluated and not can_count_once(loader):
             return None
         options["shuffle"] = shuffle and not self._strategy.current_trainer.overfit_batches
-        kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
-        return kind(loader.dataset, **options)
+        return TorchOrderSampler(loader.dataset, **options)
 
 
-def users_sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler whose samples are divided among the ranks.
+def drawn_by(loader: DataLoader[Any]) -> Any:
+    """Return the sampler whose items are divided among the ranks.
 
-    It is the one inside the loader's batch sampler if that sampler draws its order, or
-    if torch's own batch sampler groups its samples, whose number is known.
+    It is the user's batch sampler, except that torch's own only groups the items of the
+    sampler in it.
     """
-    inner = getattr(loader.batch_sampler, "sampler", None)
-    if isinstance(inner, DRAWING):
-        return inner
-    is_divided = isinstance(inner, DistributedSampler)
-    if type(loader.batch_sampler) is BatchSampler and not is_divided and length_or_inf(inner) < inf:
-        return inner
-    return loader.sampler
-
-
-def _refuse_unknown_arguments(batch_sampler: Any) -> None:
-    """Raise if Lightning would silently create a batch sampler with other arguments.
-
-    It only passes torch's arguments to a class whose object was not created in a hook.
-    """
-    if not isinstance(batch_sampler, BatchSampler) or has_saved_arguments(batch_sampler):
-        return
-    parameters = signature(type(batch_sampler)).parameters
-    optional = {
-        name for name, parameter in parameters.items() if parameter.default is not parameter.empty
-    }
-    unknown = sorted(optional - {"sampler", "batch_size", "drop_last"})
-    if unknown:
-        raise ConfigurationError(
-            f"batch_sampler {type(batch_sampler).__name__} must have no arguments besides torch's"
-            f" (got {', '.join(unknown)}), or be created in a hook such as train_dataloader, since"
-            f" it is created again on each rank; {REMEDY}"
-        )
+    is_users = loader.batch_size is None and loader.batch_sampler is not None
+    if not is_users:
+        return loader.sampler
+    batch_sampler: Any = loader.batch_sampler
+    return batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler
 
 
 def yields_each_once(sampler: Any, dataset: object) -> bool:

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from lightning_ddp_ext.data.even_batches import AHEAD, end_together
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.loader_properties import length_or_inf
 from lightning_ddp_ext.data.position import LoaderPosition
-from lightning_ddp_ext.data.shortest import AHEAD, end_together
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 
 from ..named_calls import report_step
