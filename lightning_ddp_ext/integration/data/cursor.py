@@ -231,7 +231,8 @@ class EpochCursor:
         if self._resumed is not None and self._resumed.has_no_batches_left:
             return iter(())
         rest = loader.position.start_iterator(loader.draw_seed)
-        batches = self._uneven.give_batches(rest, loader.position)
+        loader.position.taken_ahead = self._uneven.ahead
+        batches = loader.position.give(self._uneven.give_batches(rest))
         self._parts.recorder.has_new_iterator = True
         is_first_loader = loader.position is positions_of(self._trainer)[0]
         if is_first_loader:
