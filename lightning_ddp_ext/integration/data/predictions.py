@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_ddp_ext.errors import SamplingError
 from lightning_ddp_ext.nested import keystr, tree_map_with_path
 
-from ..private.compat import combined_loader_of, private
+from ..private.compat import combined_loader_of
 from ..strategy_ranks import group_of_small_collectives, ranks_of
 
 _Rows = tuple[list[Any], Any]  # samples, and outputs with one row for each of them
@@ -57,7 +57,7 @@ def gather_predictions(trainer: Any) -> Any:
         if trainer.is_global_zero:
             torch.save(predictions, "predictions.pt")
     """
-    # Rank 0's GPU does not need memory for all predictions if a group sends CPU tensors.
+    # A group that sends CPU tensors keeps the predictions of all ranks out of GPU memory.
     ranks = replace(ranks_of(trainer.strategy), group=group_of_small_collectives())
     own = ranks.on_every_rank(lambda: _predicted_here(trainer), "gather_predictions")
     by_rank = ranks.to_rank_zero(own)
@@ -75,7 +75,7 @@ def _predicted_here(trainer: Any) -> list[_Rows]:
     combined = combined_loader_of(loop)
     loaders = combined.flattened if combined is not None and loop.return_predictions else []
     samples_by_loader = [_samples_of_batches(loader) for loader in loaders]
-    outputs_by_loader = private(loop, "_predictions")
+    outputs_by_loader = loop.predictions if len(loaders) > 1 else [loop.predictions]
     by_loader = list(zip(samples_by_loader, outputs_by_loader, strict=False))
     if not by_loader or any(len(samples) < len(outputs) for samples, outputs in by_loader):
         raise SamplingError(
@@ -97,14 +97,16 @@ def _samples_of_batches(loader: Any) -> list[Any]:
 def _join(parts: tuple[_Rows, ...]) -> _Rows:
     """Return the first row of each sample, in the order of the samples."""
     parts = tuple(part for part in parts if len(part[0]) > 0)
+    if not parts:
+        return [], None
     samples = [int(sample) for samples, _ in parts for sample in samples]
     in_order, rows = np.unique(samples, return_index=True)
 
     def join(path: Any, *outputs: Any) -> Any:
-        for (samples, _), output in zip(parts, outputs, strict=True):
-            if len(output) != len(samples):
+        for (of_batch, _), output in zip(parts, outputs, strict=True):
+            if len(output) != len(of_batch):
                 raise ValueError(
-                    f"predictions{keystr(path)} must have one row per sample, {len(samples)} in a"
+                    f"predictions{keystr(path)} must have one row per sample, {len(of_batch)} in a"
                     f" batch (got {len(output)})"
                 )
         if isinstance(outputs[0], list):
@@ -116,11 +118,7 @@ def _join(parts: tuple[_Rows, ...]) -> _Rows:
 
     try:
         outputs = [output for _, output in parts]
-        joined = (
-            tree_map_with_path(join, *outputs, is_leaf=lambda part: isinstance(part, list))
-            if parts
-            else None
-        )
+        joined = tree_map_with_path(join, *outputs, is_leaf=lambda part: isinstance(part, list))
     except Exception as error:
         raise SamplingError(
             f"predictions cannot be joined: {type(error).__name__}: {error}; {_REMEDY}"
