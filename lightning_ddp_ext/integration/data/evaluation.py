@@ -106,10 +106,16 @@ class Evaluation:
         return EvenBatches(index_sampler, sampler, partial(_is_sequential, loop))
 
     def _start(self, even: EvenBatches | None, loader: Any) -> Iterator[Any]:
-        """Start an iterator, and record which ranks are idle in the step of each batch."""
+        """Start an iterator now, while the caller has set the seed of its workers."""
         idle_ranks = () if even is None else even.repeating_ranks()
         last = len(loader) - 1 if idle_ranks else -1
-        for number, batch in enumerate(each_of(iter(loader))):
+        return self._recorded(iter(loader), last, idle_ranks)
+
+    def _recorded(
+        self, batches: Iterator[Any], last: int, idle_ranks: tuple[int, ...]
+    ) -> Iterator[Any]:
+        """Yield batches, and record which ranks are idle in the step of each one."""
+        for number, batch in enumerate(each_of(batches)):
             self._idle_ranks_of_steps.append(idle_ranks if number == last else ())
             yield batch
 
