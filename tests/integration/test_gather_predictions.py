@@ -96,12 +96,19 @@ def predict_numbers(
     return Predicted(gather_predictions(trainer), model.read)
 
 
+def in_the_middle(samples: int) -> ExactDistributedSampler:
+    sampler = ExactDistributedSampler(range(samples))
+    sampler.resume_at(epoch=0, position=3)
+    return sampler
+
+
 @pytest.mark.parametrize(
     ("samples", "sampler"),
     [
         pytest.param(3, None, id="one sample of each rank"),
         pytest.param(7, None, id="several samples"),
         pytest.param(7, ExactDistributedSampler(range(7)), id="the user's sampler"),
+        pytest.param(7, in_the_middle(7), id="the sampler of a resumed epoch"),
     ],
 )
 def test_every_prediction_is_gathered_once_and_in_order(

@@ -37,8 +37,6 @@ from ..private.lightning_tree import RunningStage
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import ranks_of
 
-EVALUATED = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
-
 
 class Evaluation:
     """Validation and test on a strategy's ranks.

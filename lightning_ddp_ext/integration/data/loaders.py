@@ -19,10 +19,10 @@ from ..private.lightning_tree import RunningStage, pl
 from ..private.replaced_methods import Prepare
 from ..start.devices import RankDevicesStrategy
 from .cursor import EpochCursor, ResumeData, RunParts
-from .evaluation import EVALUATED, Evaluation
+from .evaluation import Evaluation
 from .position_saver import PositionSaver
 from .positions import training_loaders_of, validation_loaders_of
-from .sampler_choice import SamplerChoice
+from .sampler_choice import divide
 from .uneven import UnevenInputs, UnevenMode
 
 # A checkpoint may lag these batches behind, besides those of an optimiser step.
@@ -64,7 +64,6 @@ class TrainerLoaders:
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
         self.saver = PositionSaver(strategy, checkpoints, parts.stops)
         self.cursor = EpochCursor(strategy, parts, self.uneven, self.saver, resume_data)
-        self._samplers = SamplerChoice(strategy, self.evaluation, self.cursor)
 
     def attach(self, trainer: Any) -> None:
         """Reset the state, and make a Trainer call :meth:`prepare`.
@@ -106,8 +105,17 @@ class TrainerLoaders:
         if stage == RunningStage.PREDICTING:
             rewind(source)  # one of our samplers may continue in the middle of an epoch
             return as_lightning(source, shuffle, stage)
-        divided = self._samplers.divide(as_lightning, source, shuffle, stage)
-        kind = DistributedLoader if stage in EVALUATED else TrainingLoader
+        divided = divide(
+            self._strategy,
+            source,
+            stage,
+            shuffle=shuffle,
+            counts_once=self.evaluation.is_exact,
+            seed=lambda: self.cursor.seed,
+        )
+        if divided is None:
+            divided = as_lightning(source, shuffle, stage)
+        kind = TrainingLoader if stage == RunningStage.TRAINING else DistributedLoader
         loader = kind(divided, self.cursor.start, is_dealt=divided is not source)
         if isinstance(loader, TrainingLoader):
             self._prepare_training(loader)

@@ -12,6 +12,7 @@ any other                                         what the Trainer makes of it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 from typing import Any
 
@@ -24,9 +25,9 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_ext.data.epochs import samplers_below
-from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader_kinds import global_order_of
 from lightning_ddp_ext.data.loader_properties import length_or_inf
+from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.data.resampled import with_sampler
 from lightning_ddp_ext.data.samplers import (
     DistributedBatchSamplerWrapper,
@@ -36,80 +37,58 @@ from lightning_ddp_ext.data.samplers import (
 
 from ..private.compat import needs_sampler
 from ..private.lightning_tree import RunningStage
-from ..private.replaced_methods import Prepare
 from ..start.devices import RankDevicesStrategy
-from .cursor import EpochCursor
-from .evaluation import EVALUATED, Evaluation, can_count_once
+from .evaluation import can_count_once
 
 
-class SamplerChoice:
-    """Puts samplers into a strategy's loaders.
+def divide(
+    strategy: RankDevicesStrategy,
+    loader: Any,
+    stage: RunningStage,
+    *,
+    shuffle: bool,
+    counts_once: bool,
+    seed: Callable[[], int],
+) -> Any:
+    """Return the loader that this rank reads; ``None`` for what the Trainer makes of it.
 
     Args:
         strategy: our strategy.
-        evaluation: knows whether it counts each sample once.
-        cursor: knows the seed for the order of samples.
+        loader: the user's loader.
+        stage: training, validation or test.
+        shuffle: whether the Trainer would shuffle.
+        counts_once: whether an evaluation counts each sample once.
+        seed: returns the seed for the order of samples; may be collective.
     """
-
-    def __init__(
-        self, strategy: RankDevicesStrategy, evaluation: Evaluation, cursor: EpochCursor
-    ) -> None:
-        self._strategy = strategy
-        self._evaluation = evaluation
-        self._cursor = cursor
-
-    def divide(
-        self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage
-    ) -> Any:
-        """Return the loader that this rank reads.
-
-        Collective if the seed is not known yet.
-
-        Args:
-            as_lightning: the Trainer's method, which may put its own sampler into it.
-            dataloader: the user's loader.
-            shuffle: whether the Trainer would shuffle.
-            stage: the stage.
-        """
-        if global_order_of(dataloader) is not None:
-            return dataloader
-        trainer = self._strategy.current_trainer
-        divided = None
-        if isinstance(dataloader, DataLoader) and needs_sampler(trainer, dataloader):
-            own_sampler = self._sampler_for(dataloader, shuffle, stage)
-            if own_sampler is not None:
-                divided = with_sampler(dataloader, own_sampler)
-        return as_lightning(dataloader, shuffle, stage) if divided is None else divided
-
-    def _sampler_for(
-        self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage
-    ) -> GlobalOrderSampler | None:
-        """Return our sampler that replaces Lightning's, or ``None`` to keep that.
-
-        With Lightning's sampler, a warning says that evaluated samples are repeated.
-        """
-        drawn = drawn_by(loader)
-        divides_itself = any(isinstance(each, DistributedSampler) for each in samplers_below(drawn))
-        if divides_itself or length_or_inf(drawn) == inf:
-            return None
-        is_evaluated = stage in EVALUATED
-        is_batches = drawn is loader.batch_sampler
-        # Users' batches may have different sizes, and so would a step on each rank.
-        if is_evaluated and (is_batches or not self._evaluation.is_exact):
-            return None
-        options = {**self._strategy.distributed_sampler_kwargs, "seed": self._cursor.seed}
-        if is_batches:
-            options["uneven"] = "drop" if getattr(drawn, "drop_last", False) else "pad"
-            return DistributedBatchSamplerWrapper(drawn, **options)
-        if not yields_each_once(drawn, loader.dataset):
-            return SharedSampler(drawn, **options)
-        if is_evaluated and not can_count_once(loader):
-            return None
-        options["shuffle"] = shuffle and not self._strategy.current_trainer.overfit_batches
-        return TorchOrderSampler(loader.dataset, **options)
+    if global_order_of(loader) is not None:
+        return loader
+    trainer = strategy.current_trainer
+    if not isinstance(loader, DataLoader) or not needs_sampler(trainer, loader):
+        return None
+    drawn = _drawn_by(loader)
+    divides_itself = any(isinstance(each, DistributedSampler) for each in samplers_below(drawn))
+    if divides_itself or length_or_inf(drawn) == inf:
+        return None
+    is_evaluated = stage != RunningStage.TRAINING
+    is_batches = drawn is loader.batch_sampler
+    reads_each_once = not is_batches and _yields_each_once(drawn, loader.dataset)
+    # Users' batches may have different sizes, and so would a step on each rank.
+    if is_evaluated and (is_batches or not counts_once):
+        return None
+    # With Lightning's sampler, a warning says that evaluated samples are repeated.
+    if is_evaluated and reads_each_once and not can_count_once(loader):
+        return None
+    options = {**strategy.distributed_sampler_kwargs, "seed": seed()}
+    if is_batches:
+        uneven: Uneven = "drop" if getattr(drawn, "drop_last", False) else "pad"
+        return with_sampler(loader, DistributedBatchSamplerWrapper(drawn, uneven=uneven, **options))
+    if not reads_each_once:
+        return with_sampler(loader, SharedSampler(drawn, **options))
+    shuffles = shuffle and not trainer.overfit_batches
+    return with_sampler(loader, TorchOrderSampler(loader.dataset, shuffle=shuffles, **options))
 
 
-def drawn_by(loader: DataLoader[Any]) -> Any:
+def _drawn_by(loader: DataLoader[Any]) -> Any:
     """Return the sampler whose items are divided among the ranks.
 
     It is the user's batch sampler, except that torch's own only groups the items of the
@@ -122,7 +101,7 @@ def drawn_by(loader: DataLoader[Any]) -> Any:
     return batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler
 
 
-def yields_each_once(sampler: Any, dataset: object) -> bool:
+def _yields_each_once(sampler: Any, dataset: object) -> bool:
     """Whether a sampler yields each sample once.
 
     This is known of samplers that use torch's random order or the dataset's order.
