@@ -44,10 +44,8 @@ ALLOWED = {
         "_load_from_state_dict": "whether a module changes the weights that it loads",
         "_load_state_dict_pre_hooks": "whether a module changes the weights that it loads",
     },
-    "integration.data.uncounted_step": {
-        "_computed": "torchmetrics' result, to restore it",
+    "integration.data.evaluation": {
         "_defaults": "torchmetrics' neutral states",
-        "_forward_cache": "torchmetrics' value of a step, to restore it",
         "_reductions": "which of torchmetrics' states are lists",
     },
     "nested": {"_pytree": "the values in nested dicts, lists and tuples"},

@@ -1,7 +1,8 @@
-"""Let a loader read another sampler, if possible without calling its constructor.
+"""Let a copy of a loader read another sampler.
 
-A user's class need not store the arguments of its constructor, so a loader that is
-created again may silently get defaults. A copy has all attributes of the original.
+Lightning creates the loader again instead. A user's class need not store the arguments
+of its constructor, so it may silently get defaults. A copy has all attributes of the
+original.
 """
 
 from __future__ import annotations
@@ -9,54 +10,41 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
-from lightning_ddp_ext.data.loader_properties import index_sampler_of, is_stateful, length_or_inf
+from lightning_ddp_ext.data.global_order import GlobalOrderSampler
+from lightning_ddp_ext.data.loader_properties import index_sampler_of, length_or_inf
 from lightning_ddp_ext.data.proxy import own_copy, show
 
-_SAMPLER_ATTRIBUTES = ("batch_sampler", "sampler", "batch_size", "drop_last")
-
-REMEDY = (
-    "pass batch_sampler=DistributedBatchSamplerWrapper(...) around it, or set "
-    "Trainer(use_distributed_sampler=False) and divide the data yourself"
-)
+_SAMPLER_ATTRIBUTES = ("batch_sampler", "sampler")
 
 
-def with_sampler(
-    loader: DataLoader[Any], recreate: Callable[[DataLoader[Any]], DataLoader[Any]]
-) -> DataLoader[Any]:
-    """Return a loader like the given one that reads another sampler.
+def with_sampler(loader: DataLoader[Any], sampler: GlobalOrderSampler) -> DataLoader[Any] | None:
+    """Return a copy of a loader that reads one of our samplers.
 
-    This is a copy, unless a copy could still use the old sampler: if the loader has a
-    state, has started an iterator, or keeps the sampler or its length in another
-    attribute. Then the result is ``recreate(loader)``.
+    Return ``None`` if the copy could still use the old sampler: if it has started an
+    iterator, or keeps the sampler or its length in another attribute.
 
     Args:
         loader: the loader.
-        recreate: creates a loader like the given one, with the other sampler. For a
-            copy, it gets a plain ``DataLoader``.
+        sampler: yields batches if it divides those of the loader's batch sampler, and
+            otherwise samples.
     """
     copied = own_copy(loader)  # without torch's iterator of workers
-    if is_stateful(loader) or _holds_sampler_elsewhere(copied):
-        return recreate(loader)
-    created = recreate(_plain(loader))
-    # A DataLoader refuses to change its attributes.
-    vars(copied).update({name: getattr(created, name) for name in _SAMPLER_ATTRIBUTES})
+    if _holds_sampler_elsewhere(copied):
+        return None
+    old: Any = loader.batch_sampler
+    attributes = vars(copied)  # a DataLoader refuses to change them
+    if old is not None and sampler.dataset is old:
+        attributes["batch_sampler"] = sampler
+    else:
+        attributes["sampler"] = sampler
+        if old is not None:
+            attributes["batch_sampler"] = type(old)(sampler, old.batch_size, old.drop_last)
+            attributes["batch_size"] = old.batch_size
+            attributes["drop_last"] = old.drop_last
     keeps_old_length = _has_length_of_sampler(loader) and not _has_length_of_sampler(copied)
-    return recreate(loader) if keeps_old_length else copied
-
-
-def _plain(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a ``DataLoader`` with the batches of a loader, without its other options."""
-    batch_sampler = loader.batch_sampler
-    if batch_sampler is None:
-        return DataLoader(loader.dataset, batch_size=None)
-    if type(batch_sampler) is BatchSampler:
-        # Lightning would replace both values of a given batch sampler by torch's defaults.
-        return DataLoader(
-            loader.dataset, batch_size=batch_sampler.batch_size, drop_last=batch_sampler.drop_last
-        )
-    return DataLoader(loader.dataset, batch_sampler=batch_sampler)
+    return None if keeps_old_length else copied
 
 
 def _holds_sampler_elsewhere(loader: DataLoader[Any]) -> bool:

@@ -47,7 +47,6 @@ from .checkpoints.collective import Checkpoints
 from .checkpoints.run_files import RunFiles
 from .data.loaders import RunParts, TrainerLoaders
 from .data.resume import ResumeData
-from .data.sampler_choice import Order
 from .data.uneven import UnevenMode
 from .ddp import CommHook, GradientAveraging
 from .layer_sync import RanksLayerSync
@@ -95,9 +94,6 @@ class DDPExtStrategy(RankDevicesStrategy):
             ``configure_model``; Lightning moves batches to the first of them.
         start_method: how the other ranks start: ``"popen"`` runs the script again; the
             other methods start a function.
-        sampler: the order of samples in shuffled loaders to which Lightning adds a
-            sampler: ``"torch"`` for stock Lightning's order, or ``"scalable"`` for that
-            of a :class:`~lightning_ddp_ext.ScalableDistributedSampler`.
         exact_evaluation: whether logged values and metrics of validation and test count
             each sample exactly once, in loaders to which Lightning adds a sampler.
             Samples that stock Lightning repeats have a separate step.
@@ -162,7 +158,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         timeout: float | timedelta | None = TIMEOUT,
         devices_per_rank: int = 1,
         start_method: StartMethod = "popen",
-        sampler: Order = "torch",
         exact_evaluation: bool = True,
         uneven_inputs: UnevenMode | None = None,
         resume_data: ResumeData = "exact",
@@ -221,7 +216,6 @@ class DDPExtStrategy(RankDevicesStrategy):
             self,
             self.checkpoints,
             RunParts(self.stops, self.recorder, self._replaced),
-            order=sampler,
             exact_evaluation=exact_evaluation,
             uneven_inputs=uneven_inputs,
             resume_data=resume_data,

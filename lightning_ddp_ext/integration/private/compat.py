@@ -197,33 +197,9 @@ def end_epoch_after(trainer: Any, batches: int) -> None:
         trainer.val_check_batch = math.inf  # after the last batch, regardless of its number
 
 
-def validation_interval_of(trainer: Any) -> float | None:
-    """Return the seconds between validations, for ``val_check_interval=timedelta(...)``."""
-    interval: float | None = getattr(trainer, "_val_check_time_interval", None)  # not in 2.5
-    return interval
-
-
-def set_last_validation(trainer: Any, seconds: float) -> None:
-    """Set the time of the last validation, from which Lightning counts the interval.
-
-    It is in seconds of ``time.monotonic()``. Lightning creates this attribute only after
-    it has read the first batch, so a missing name cannot be reported.
-    """
-    trainer._last_val_time = seconds
-
-
 def needs_sampler(trainer: Any, loader: Any) -> bool:
     """Whether Lightning would put a distributed sampler into a loader."""
     return bool(private(trainer, "_data_connector", "_requires_distributed_sampler")(loader))
-
-
-def has_saved_arguments(batch_sampler: object) -> bool:
-    """Whether Lightning has recorded the arguments of a batch sampler.
-
-    It records them in hooks. If Lightning renames its record, batch samplers with other
-    arguments than torch's are refused.
-    """
-    return hasattr(batch_sampler, "__pl_saved_args")
 
 
 # Logged values.

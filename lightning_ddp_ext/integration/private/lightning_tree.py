@@ -84,7 +84,6 @@ try:
         fabric.strategies.launchers.multiprocessing._disable_module_memory_sharing
     )
     set_num_threads_if_needed = fabric.utilities.distributed._set_num_threads_if_needed
-    update_dataloader = pl.utilities.data._update_dataloader
 except AttributeError as error:
     raise missing(f"{getattr(error.obj, '__name__', lightning_name)}.{error.name}") from None
 
