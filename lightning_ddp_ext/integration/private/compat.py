@@ -248,11 +248,6 @@ def is_computing_epoch(trainer: Any) -> bool:
     return private(trainer, "_logger_connector", "_first_loop_iter") is None
 
 
-def is_computed(result: Any) -> bool:
-    """Whether the value of an epoch's result is already known."""
-    return private(result, "_computed") is not None
-
-
 # Signals.
 
 
