@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import is_gloo
 from lightning_ddp_ext.reductions.all_reduce import all_reduce
 from lightning_ddp_ext.reductions.batched import (
-    Exchange,
     PendingTensor,
     Value,
     can_batch,
@@ -68,19 +67,6 @@ class Reduction:
         return isinstance(other, Reduction) and self._values is other._values
 
 
-class _Queued(NamedTuple):
-    """A value that this rank has logged, and the view of its tensor that readers have."""
-
-    value: Value
-    pending: PendingTensor
-
-    def settle(self, result: Tensor | float) -> None:
-        """Show readers a result."""
-        with torch.inference_mode():  # as the value may have been logged in it
-            self.value.tensor.fill_(result)
-        self.pending.settle()
-
-
 class LoggedValues:
     """Reduces the values that a strategy's ranks log with ``sync_dist=True``.
 
@@ -100,7 +86,7 @@ class LoggedValues:
 
     def start_run(self) -> None:
         """Reset the state, because an earlier run may have stopped anywhere."""
-        self._queue: list[_Queued] = []
+        self._queue: list[PendingTensor] = []  # the values that this rank has logged
         self._is_in_step = False
         # Whether every rank makes another exchange in this step, even without values.
         self._needs_another = False
@@ -127,8 +113,8 @@ class LoggedValues:
                 self._exchange_queue()
         finally:
             self._is_in_step = False
-            for queued in self._queue:  # only after an exception
-                queued.settle(math.nan)
+            for pending in self._queue:  # only after an exception
+                pending.settle(math.nan)
             self._queue = []
         if is_training:
             report_step()  # so that a rank without values is named when the others reduce theirs
@@ -161,29 +147,29 @@ class LoggedValues:
         name = meta.forked_name(on_step=not is_computing_epoch(trainer))
         value = Value(f"{meta.fx}.{name}", reduce_op, tensor)
         if not self._is_in_step:
-            return self._exchange([value]).results[0]
-        queued = _Queued(value, PendingTensor.of(tensor, self.flush))
-        self._queue.append(queued)
+            [result], _ = self._exchange([value])
+            return result
+        pending = PendingTensor.of(value, self.flush)
+        self._queue.append(pending)
         self._is_logged_in_training = self._is_logged_in_training or trainer.training
-        if meta.enable_graph:  # Lightning shows this value itself, and not a detached one
-            self.flush()
-        return queued.pending
+        return pending
 
     def _exchange_queue(self) -> None:
         """Reduce the first queued values, as many as all ranks have sent. Collective."""
-        values = [queued.value for queued in self._queue]
-        exchange = self._exchange(values, is_expected=self._is_expected)
+        values = [pending.value for pending in self._queue]
+        results, self._needs_another = self._exchange(values, is_expected=self._is_expected)
         # Another rank may have sent fewer values.
-        for queued, result in zip(self._queue, exchange.results, strict=False):
-            queued.settle(result)
-        del self._queue[: len(exchange.results)]
-        self._needs_another = exchange.needs_another
-        self._is_expected = self._is_expected and exchange.needs_another
+        for pending, result in zip(self._queue, results, strict=False):
+            pending.settle(result)
+        del self._queue[: len(results)]
+        self._is_expected = self._is_expected and self._needs_another
 
-    def _exchange(self, values: Sequence[Value], *, is_expected: bool = False) -> Exchange:
+    def _exchange(
+        self, values: Sequence[Value], *, is_expected: bool = False
+    ) -> tuple[list[Tensor], bool]:
         """Reduce the first values, after waiting until all ranks do.
 
-        The wait is skipped if the exchange is expected. Collective.
+        The wait is skipped if the exchange is expected. See ``reduce_common``. Collective.
         """
         context = current()
         device = self._strategy.root_device
@@ -197,7 +183,7 @@ class LoggedValues:
             if uses_gloo:  # other code's collectives must not mix with these
                 group = context.new_group(backend="gloo", purpose="logged values")
         idle_ranks = self._evaluation.idle_ranks
-        exchange = reduce_common(values, device=message_device, group=group, idle_ranks=idle_ranks)
+        reduced = reduce_common(values, device=message_device, group=group, idle_ranks=idle_ranks)
         if context is not None:
             context.peers.check()  # an aborted collective of NCCL returns arbitrary numbers
-        return exchange
+        return reduced

@@ -47,19 +47,6 @@ class Value(NamedTuple):
         return f"{self.name} ({self.op})"
 
 
-class Exchange(NamedTuple):
-    """The outcome of an exchange, which is the same on every rank.
-
-    Attributes:
-        results: the results of the first values, as many as all ranks have sent.
-        needs_another: whether every rank must exchange again, because some may have
-            more values.
-    """
-
-    results: list[Tensor]
-    needs_another: bool
-
-
 def can_batch(tensor: Tensor, op: Any) -> bool:
     """Whether a tensor can be reduced together with others."""
     return tensor.ndim == 0 and tensor.dtype in _DTYPES and op in _OPS
@@ -71,10 +58,12 @@ def reduce_common(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
     idle_ranks: Collection[int] = (),
-) -> Exchange:
+) -> tuple[list[Tensor], bool]:
     """Reduce the first values, as many as all ranks have and a message can hold.
 
-    The results are bit-identical on every rank, if the values have the same dtype.
+    Return their results, which are bit-identical on every rank if the values have the
+    same dtype, and whether every rank must call this again, because some have more
+    values.
 
     Collective: every rank must call it, without values if it has no further ones.
 
@@ -100,7 +89,7 @@ def reduce_common(
     if idle_ranks:
         rows = rows[[rank for rank in range(len(rows)) if rank not in idle_ranks]]
     results = _results(values[:common], rows)
-    return Exchange(results, needs_another=any(differ) or common == _PER_MESSAGE)
+    return results, any(differ) or common == _PER_MESSAGE
 
 
 def _message(values: Sequence[Value], device: torch.device) -> Tensor:
@@ -151,18 +140,20 @@ def _mismatch(values: Sequence[Value], group: dist.ProcessGroup | None) -> Diver
 
 
 class PendingTensor(Tensor):
-    """A view of a tensor that is not reduced yet.
+    """A view of a value's tensor, which is not reduced yet.
 
-    Any operation on it first calls ``reduce_now``, which must fill the tensor and call
-    :meth:`settle`. From then on it is an ordinary tensor.
+    Any operation on it first calls ``reduce_now``, which must call :meth:`settle`. From
+    then on it is an ordinary tensor.
     """
 
+    value: Value
     reduce_now: Callable[[], object]
 
     @staticmethod
-    def of(tensor: Tensor, reduce_now: Callable[[], object]) -> PendingTensor:
-        """Return a view of a tensor, for its readers."""
-        pending = tensor.as_subclass(PendingTensor)
+    def of(value: Value, reduce_now: Callable[[], object]) -> PendingTensor:
+        """Return a view for the readers of a value."""
+        pending = value.tensor.as_subclass(PendingTensor)
+        pending.value = value
         pending.reduce_now = reduce_now
         return pending
 
@@ -174,7 +165,9 @@ class PendingTensor(Tensor):
                 value.reduce_now()
         return func(*args, **(kwargs or {}))
 
-    def settle(self) -> None:
-        """Make this an ordinary tensor."""
-        vars(self).pop("reduce_now")
+    def settle(self, result: Tensor | float) -> None:
+        """Make this an ordinary tensor with the result."""
+        with torch.inference_mode():  # as the value may have been logged in it
+            self.value.tensor.fill_(result)
+        vars(self).clear()
         self.__class__ = Tensor  # type: ignore[assignment] # as torch's uninitialised parameters do
