@@ -116,13 +116,13 @@ class GradientAveraging:
         unfrozen = self._unfrozen()
         if not unfrozen:
             return
-        ddp: Any = self._strategy.model
-        if self._is_accumulating and ddp.find_unused_parameters:
+        finds_unused = getattr(self._strategy.model, "find_unused_parameters", False)
+        if self._is_accumulating and finds_unused:
             # A new DDP takes parameters for unused if only earlier batches used them.
             raise _refusal(unfrozen, "the first batch whose gradients are accumulated")
         remedy = "unfreeze the same parameters on every rank, before the same step"
         enter_call(f"a step that trains the unfrozen {listed(unfrozen)}", remedy=remedy)
-        hooks = comm_hooks_of(ddp)
+        hooks = comm_hooks_of(self._strategy.model)
         # DDP keeps parameters that are frozen only for a while, as those of a GAN.
         frozen_now = [each for each in self._averaged.values() if not each.requires_grad]
         self._wait_for_gpu()
@@ -133,7 +133,7 @@ class GradientAveraging:
         for parameter in frozen_now:
             parameter.requires_grad_(False)
         self._wait_for_gpu()
-        ddp = self._strategy.model
+        ddp: Any = self._strategy.model
         if not comm_hooks_of(ddp):
             for state, hook in hooks:  # registered by user code
                 ddp.register_comm_hook(state, hook)

@@ -147,7 +147,9 @@ class LoggedValues:
         name = meta.forked_name(on_step=not is_computing_epoch(trainer))
         value = Value(f"{meta.fx}.{name}", reduce_op, tensor)
         if not self._is_in_step:
-            [result], _ = self._exchange([value])
+            # Every rank reduces the number of samples of a mean right after their sum.
+            is_second = tensor is getattr(reduction.result, "cumulated_batch_size", None)
+            [result], _ = self._exchange([value], is_expected=is_second)
             return result
         pending = PendingTensor.of(value, self.flush)
         self._queue.append(pending)
