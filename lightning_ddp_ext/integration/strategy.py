@@ -129,7 +129,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         precision_plugin: mixed precision; the Trainer creates it from ``precision=``.
         ddp_comm_state: the state of the comm hook, such as a ``PowerSGDState``.
         ddp_comm_hook: a function that averages gradients, such as torch's
-            ``fp16_compress_hook``; works on CPU as well.
+            ``fp16_compress_hook``; also on CPU, unless torch needs GPUs for it.
         ddp_comm_wrapper: wraps the comm hook, such as ``fp16_compress_wrapper``.
         model_averaging_period: the number of steps between averages of the model with
             post-local SGD.
@@ -418,6 +418,8 @@ class DDPExtStrategy(RankDevicesStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.recorder.on_train_batch_start()
         self.data.on_train_batch_start(batch)
+        if self.averaging.frozen:
+            self.averaging.include_unfrozen()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -431,7 +433,9 @@ class DDPExtStrategy(RankDevicesStrategy):
         self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         self.metrics.flush()
-        with self.recorder.backward(), self.averaging.backward():
+        if self.averaging.frozen:
+            self.averaging.refuse_unfrozen()
+        with self.recorder.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override

@@ -224,11 +224,6 @@ def is_computing_epoch(trainer: Any) -> bool:
     return private(trainer, "_logger_connector", "_first_loop_iter") is None
 
 
-def is_computed(result: Any) -> bool:
-    """Whether the value of an epoch's result is already known."""
-    return private(result, "_computed") is not None
-
-
 # Signals.
 
 
@@ -287,3 +282,15 @@ def averages_models(strategy: pl.strategies.Strategy) -> bool:
     """
     is_ddp = isinstance(strategy, pl.strategies.DDPStrategy)
     return is_ddp and private(strategy, "_model_averager") is not None
+
+
+def unwrap_ddp(strategy: Any) -> None:
+    """Remove DDP from a strategy's model, which can then be wrapped again."""
+    private(strategy.model, "_remove_autograd_hooks")()  # DDP may still be referenced
+    strategy.model = strategy.model.module
+    strategy._pl_static_graph_delay_done = False  # of the first step of a static graph
+
+
+def comm_hooks_of(ddp: Any) -> list[tuple[object, Any]]:
+    """Return the comm hooks that are registered, each with its state."""
+    return [(state, hook) for hook, state in private(ddp, "_comm_hooks")]
