@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
-from lightning_ddp_ext.data.global_order import GlobalOrderSampler
+from lightning_ddp_ext.data.samplers import GlobalOrderSampler
 
 T = TypeVar("T")
 AHEAD = 2  # items that `end_together` draws ahead on each rank

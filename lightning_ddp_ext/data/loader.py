@@ -14,10 +14,16 @@ from typing import Any
 
 import torch
 
-from lightning_ddp_ext.data.epochs import prepare_workers, samplers_set_by_lightning, set_epoch
+from lightning_ddp_ext.data.epochs import (
+    has_set_epoch,
+    prepare_workers,
+    samplers_below,
+    set_epoch,
+)
 from lightning_ddp_ext.data.loader_properties import is_stateful, iterates_as_torch, name_of
 from lightning_ddp_ext.data.position import OrderOfRank, Position, position_of
 from lightning_ddp_ext.data.proxy import iterable_of, own_copy, show
+from lightning_ddp_ext.data.samplers import GlobalOrderSampler
 
 StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
 
@@ -269,6 +275,23 @@ def _draws_seed_on_cpu(loader: Any) -> bool:
     generator = loader.generator
     has_cpu_generator = generator is None or generator.device.type == "cpu"
     return has_cpu_generator and torch.get_default_device().type == "cpu"
+
+
+def samplers_set_by_lightning(loader: Any) -> list[Any]:
+    """Return the samplers in a loader that get the epoch from Lightning.
+
+    Lightning calls ``set_epoch`` on the loader's sampler and on that of its batch
+    sampler before the hooks of an epoch, in which users may set another number. Of
+    samplers that wrap others, only ours are known to pass it on.
+    """
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    found: list[Any] = []
+    for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
+        if isinstance(sampler, GlobalOrderSampler):
+            found += samplers_below(sampler)
+        elif has_set_epoch(sampler):
+            found.append(sampler)
+    return found
 
 
 def source_of(loader: Any) -> Any:

@@ -31,17 +31,13 @@ from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
 from lightning_ddp_ext.data.epochs import samplers_below
-from lightning_ddp_ext.data.global_order import (
-    GlobalOrderSampler,
-    checksum_of,
-    copy_of_collection,
-)
 from lightning_ddp_ext.data.loader_properties import (
     each_of,
     index_sampler_of,
     is_stateful,
     length_or_inf,
 )
+from lightning_ddp_ext.data.proxy import make_permanent
 from lightning_ddp_ext.data.random_state import (
     generators_of,
     mix,
@@ -50,7 +46,11 @@ from lightning_ddp_ext.data.random_state import (
     restore_random_state,
     seeded,
 )
-from lightning_ddp_ext.data.resampled import make_permanent
+from lightning_ddp_ext.data.samplers import (
+    GlobalOrderSampler,
+    checksum_of,
+    copy_of_collection,
+)
 
 _BLOCK = 64  # batches that are drawn at a time, because changing random states is slow
 _OTHER_ORDER = "draws another order than before the checkpoint was saved"

@@ -12,7 +12,7 @@ any other                                         what the Trainer makes of it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import inf
 from typing import Any
 
@@ -25,12 +25,13 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_ext.data.epochs import samplers_below
-from lightning_ddp_ext.data.loader_properties import length_or_inf
-from lightning_ddp_ext.data.partition import Uneven
+from lightning_ddp_ext.data.loader_properties import index_sampler_of, length_or_inf
+from lightning_ddp_ext.data.permutation import Uneven
 from lightning_ddp_ext.data.position import global_order_of
-from lightning_ddp_ext.data.resampled import with_sampler
+from lightning_ddp_ext.data.proxy import own_copy
 from lightning_ddp_ext.data.samplers import (
     DistributedBatchSamplerWrapper,
+    GlobalOrderSampler,
     SharedSampler,
     TorchOrderSampler,
 )
@@ -39,6 +40,8 @@ from ..private.compat import needs_sampler
 from ..private.lightning_tree import RunningStage
 from ..start.devices import RankDevicesStrategy
 from .evaluation import can_count_once
+
+_SAMPLER_ATTRIBUTES = ("batch_sampler", "sampler")
 
 
 def divide(
@@ -81,11 +84,13 @@ def divide(
     options = {**strategy.distributed_sampler_kwargs, "seed": seed()}
     if is_batches:
         uneven: Uneven = "drop" if getattr(drawn, "drop_last", False) else "pad"
-        return with_sampler(loader, DistributedBatchSamplerWrapper(drawn, uneven=uneven, **options))
+        return _with_sampler(
+            loader, DistributedBatchSamplerWrapper(drawn, uneven=uneven, **options)
+        )
     if not reads_each_once:
-        return with_sampler(loader, SharedSampler(drawn, **options))
+        return _with_sampler(loader, SharedSampler(drawn, **options))
     shuffles = shuffle and not trainer.overfit_batches
-    return with_sampler(loader, TorchOrderSampler(loader.dataset, shuffle=shuffles, **options))
+    return _with_sampler(loader, TorchOrderSampler(loader.dataset, shuffle=shuffles, **options))
 
 
 def _drawn_by(loader: DataLoader[Any]) -> Any:
@@ -110,3 +115,46 @@ def _yields_each_once(sampler: Any, dataset: object) -> bool:
     has_known_order = iter_ in (RandomSampler.__iter__, SequentialSampler.__iter__)
     has_all = length_or_inf(sampler) == length_or_inf(dataset)
     return has_known_order and has_all and not getattr(sampler, "replacement", False)
+
+
+def _with_sampler(loader: DataLoader[Any], sampler: GlobalOrderSampler) -> DataLoader[Any] | None:
+    """Return a copy of a loader that reads one of our samplers.
+
+    Return ``None`` if the copy could still use the old sampler: if it has started an
+    iterator, or keeps the sampler or its length in another attribute.
+
+    Args:
+        loader: the loader.
+        sampler: yields batches if it divides those of the loader's batch sampler, and
+            otherwise samples.
+    """
+    copied = own_copy(loader)  # without torch's iterator of workers
+    if _holds_sampler_elsewhere(copied):
+        return None
+    old: Any = loader.batch_sampler
+    attributes = vars(copied)  # a DataLoader refuses to change them
+    if old is not None and sampler.dataset is old:
+        attributes["batch_sampler"] = sampler
+    else:
+        attributes["sampler"] = sampler
+        if old is not None:
+            attributes["batch_sampler"] = type(old)(sampler, old.batch_size, old.drop_last)
+            attributes["batch_size"] = old.batch_size
+            attributes["drop_last"] = old.drop_last
+    keeps_old_length = _has_length_of_sampler(loader) and not _has_length_of_sampler(copied)
+    return None if keeps_old_length else copied
+
+
+def _holds_sampler_elsewhere(loader: DataLoader[Any]) -> bool:
+    """Whether other attributes hold a sampler of the loader, or an iterator over it."""
+    samplers = (id(loader.sampler), id(loader.batch_sampler))
+    others = [
+        value
+        for name, value in vars(loader).items()
+        if name not in _SAMPLER_ATTRIBUTES and value is not None
+    ]
+    return any(isinstance(other, Iterator) or id(other) in samplers for other in others)
+
+
+def _has_length_of_sampler(loader: DataLoader[Any]) -> bool:
+    return length_or_inf(loader) == length_or_inf(index_sampler_of(loader))
