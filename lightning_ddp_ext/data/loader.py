@@ -49,6 +49,7 @@ class DistributedLoader:
         length: the number of batches that replaces the loader's own length; ``None`` to
             keep it.
         start_evaluation: given the loader inside, starts an evaluation's iterator over it.
+        has_seeded_kept_workers: whether workers persist, and have been seeded.
         on_iterator: called with this loader when an iterator is created, if given.
 
     >>> loader = DistributedLoader([1, 2], lambda loader, iterator: iter(loader.loader))
@@ -69,7 +70,7 @@ class DistributedLoader:
         self.on_iterator: Callable[[DistributedLoader], object] | None = None
         self._epoch = -1  # of the objects inside
         self._worker_seeds = UnsentGenerator()
-        self._has_seeded_kept_workers = False
+        self.has_seeded_kept_workers = False
 
     def copy_loader(self) -> None:
         """Read a copy, which can be changed, even of a loader with a state."""
@@ -99,9 +100,9 @@ class DistributedLoader:
 
         Torch draws nothing if workers persist from an earlier iterator.
         """
-        if not _draws_seed_on_cpu(self.loader) or self._has_seeded_kept_workers:
+        if not _draws_seed_on_cpu(self.loader) or self.has_seeded_kept_workers:
             return
-        self._has_seeded_kept_workers = self.loader.persistent_workers
+        self.has_seeded_kept_workers = self.loader.persistent_workers
         source = self.loader.generator or torch.default_generator
         self._worker_seeds.set_state(source.get_state())
         torch.empty((), dtype=torch.int64).random_(generator=source)

@@ -190,7 +190,8 @@ class Resume:
         if restart.at == "validation":
             return self._before_validation
         batch = loops["epoch_loop.batch_progress"]["current"]
-        is_in_batch = batch["ready"] != batch["processed"]
+        # A step that takes `dataloader_iter` requests its batch after it has begun.
+        is_in_batch = batch["ready"] != batch["processed"] and self._stops.stopped is None
         if is_in_batch or restart.dropped_of(batch["processed"]):
             return None
         return record_random_state(device_generators(self._strategy))
@@ -396,6 +397,8 @@ class Resume:
             return
         interval = self._trainer.reload_dataloaders_every_n_epochs
         if interval and self.restart.epoch % interval == 0:
+            for loader in training_loaders_of(self._trainer):
+                loader.has_seeded_kept_workers = False
             self._draw_worker_seeds()
         if has_begun:
             self._draw_worker_seeds()
