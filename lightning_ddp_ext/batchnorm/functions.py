@@ -88,8 +88,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
         x = _dense(input.to(torch.promote_types(input.dtype, torch.float32)))
         mean, var = _mean_and_var(x)
         # Each rank may decide this for itself: the exchanged data have the same form.
-        has_large_offset = (mean * mean > _LARGE_OFFSET**2 * (var + eps)).any()
-        if x.dtype == torch.float32 and has_large_offset:
+        if x.dtype == torch.float32 and (mean * mean > _LARGE_OFFSET**2 * (var + eps)).any():
             x = x.double()
             mean, var = _mean_and_var(x)
         parts = context.gather("forward", [x.numel() / x.size(1)], mean, var)
