@@ -26,7 +26,7 @@ REPORTING = {
 }
 # All other private names, by module, each with its purpose.
 ALLOWED = {
-    "batchnorm.cuda": {"_functions": "torch's kernels for statistics of several ranks"},
+    "batchnorm.functions": {"_functions": "torch's kernels for statistics of several ranks"},
     "batchnorm.layer": {"_BatchNorm": "the base class of torch's layers"},
     "checkpoint.key_prefixes": {"_metadata": "the module versions that state_dict() records"},
     "checkpoint.recorded_buffers": {

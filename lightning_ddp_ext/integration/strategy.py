@@ -49,7 +49,6 @@ from .data.loaders import RunParts, TrainerLoaders
 from .data.resume import ResumeData
 from .data.uneven import UnevenMode
 from .ddp import CommHook, GradientAveraging
-from .layer_sync import RanksLayerSync
 from .logged_values import LoggedValues, Reduction
 from .named_calls import enter_broadcast, enter_call, enter_decision
 from .options import refuse_unknown
@@ -64,6 +63,7 @@ from .stopping.recorder import Recorder
 from .stopping.rescue import Rescue
 from .stopping.stops import StopController, default_deadline
 from .strategy_ranks import check_received
+from .sync_batchnorm import RanksLayerSync
 
 T = TypeVar("T")
 
