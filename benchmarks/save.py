@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from lightning_ddp_ext.checkpoint.archive import Archive
 from measuring import (
     Effort,
     Figures,
@@ -30,7 +31,6 @@ from measuring import (
 from memory import MIB, Peak
 
 import lightning_ddp_ext as ddpx
-from lightning_ddp_ext.checkpoint.archive import Archive
 
 Content = dict[str, Any]
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor
 from torchmetrics import MeanMetric
 
@@ -69,7 +70,7 @@ def options_of(kind: training.Kind, group_size: int | None) -> dict[str, Any]:
     """
     if kind == "stock":
         return {"sync_batchnorm": group_size is not None}
-    options: dict[str, Any] = {"plugins": [RankZeroCheckpointIO(background=True)]}
+    options: dict[str, Any] = {"plugins": [AsyncCheckpointIO(RankZeroCheckpointIO())]}
     if group_size is not None:
         options["callbacks"] = [SyncBatchNormConversion(process_group=group_size)]
         options["strategy"] = {"broadcast_buffers": False}

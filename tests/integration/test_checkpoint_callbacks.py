@@ -37,7 +37,7 @@ def files_at_every_step(
         kind, dirpath=kept, filename="{step}", every_n_train_steps=1, save_last=save_last
     )
     lists = ListsFiles(kept)
-    io = RankZeroCheckpointIO(background=True)
+    io = checkpointing.make_io(is_background=True)
     # In each epoch, a rank has four steps.
     checkpointing.trainer_for(kind, directory, io, [saver, lists], max_epochs=3).fit(Net())
     return lists.names
@@ -64,14 +64,14 @@ def test_in_the_background_there_is_always_a_checkpoint(
 
 
 def read_while_writing(kind: training.Kind, directory: Path) -> None:
-    """Save a large checkpoint in the background, and read it immediately."""
+    """Save a large checkpoint in the background, and read it in the next step."""
     path = directory / "large.ckpt"
     keeper = Keeper(torch.zeros(LARGE, dtype=torch.uint8))
-    io = RankZeroCheckpointIO(background=True)
-    trainer = checkpointing.trainer_for(kind, directory, io, [keeper], max_epochs=1)
+    io = checkpointing.make_io(is_background=True)
+    save = training.At("on_train_epoch_end", lambda trainer: trainer.save_checkpoint(path))
+    read = training.At("on_train_epoch_end", lambda trainer: trainer.strategy.load_checkpoint(path))
+    trainer = checkpointing.trainer_for(kind, directory, io, [keeper, save, read], max_epochs=1)
     trainer.fit(Net())
-    trainer.save_checkpoint(path)
-    trainer.test(Net(), ckpt_path=path, verbose=False)
 
 
 @pytest.mark.parametrize("kind", training.KINDS)
@@ -156,7 +156,7 @@ def test_the_callback_brings_its_io_to_a_single_device(tmp_path: Path) -> None:
 
     After the fit, no method of the strategy and of the IO is replaced any longer.
     """
-    io = RankZeroCheckpointIO(background=True)
+    io = checkpointing.make_io(is_background=True)
     callback = RankZeroCheckpoint(tmp_path, checkpoint_io=io)
     trainer = single_device_trainer(RankZeroCheckpoint(every_n_epochs=2), callback)
     trainer.fit(Net())
