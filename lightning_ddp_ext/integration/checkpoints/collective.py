@@ -42,7 +42,7 @@ class Checkpoints:
     Every rank raises an error that occurs on any rank. After an exception that ends the
     run, rank 0 works without the others, which may never make the next call.
 
-    With Lightning's ``AsyncCheckpointIO``, a save goes on in the background while the
+    With Lightning's ``AsyncCheckpointIO``, a save continues in the background while the
     Trainer trains. The next save, or the end, waits for it, and raises its error or
     removes the checkpoints that it replaces.
 
