@@ -13,10 +13,9 @@ import copy
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from mmap import MAP_SHARED
 from typing import Any, BinaryIO
 from zipfile import ZipFile, ZipInfo
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from torch.serialization import set_default_mmap_options
 
 from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError
+from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import reason_of
 
 MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
@@ -35,7 +35,6 @@ _PICKLE_SIGNATURE = b"\x80"  # of protocol 2 and later
 _DIRECTORY_ATTRIBUTE = 0x10  # as in MS-DOS
 _PICKLE = "data.pkl"
 _READ_BYTES = 256 << 10
-_MAX_LISTED = 10  # damaged records that a message names
 # Files up to this size are read instead of mapped, which is faster.
 _SMALL_FILE_BYTES = 16 << 20
 # zipfile's errors for damaged files; RuntimeError: a record claims to be encrypted, or
@@ -127,44 +126,39 @@ class Archive:
         """The current status of the file."""
         return os.fstat(self._file.fileno())
 
-    @cached_property
-    def tensors(self) -> list[ZipInfo]:
-        """The records that contain the memory of tensors."""
-        return list(filter(_is_tensor, self.records))
-
     @property
     def has_checksums(self) -> bool:
         """Whether every record has a checksum."""
         return bool(self.records) and all(map(_has_crc, self.records))
 
-    def check(self, tensors: Iterable[ZipInfo] | None = None) -> None:
-        """Check the records that have a checksum.
+    def check(self, index: int = 0, count: int = 1) -> None:
+        """Check one of ``count`` shares of the records that have a checksum.
 
         The file is read instead of mapped, because truncating a mapped file would kill
         the process with SIGBUS.
 
         Args:
-            tensors: the tensors to check besides all other records; ``None`` means all.
+            index: the number of the share. The tensors are divided among the shares, and
+                all other records are in each of them.
+            count: the number of shares; 0 for a share without tensors.
 
         Raises:
             DamagedCheckpointError: records were altered or truncated; the error names
                 them.
         """
+        tensors = [record for record in self.records if _is_tensor(record)]
         others = [record for record in self.records if not _is_tensor(record)]
-        to_check = [*others, *(self.tensors if tensors is None else tensors)]
+        by_size = sorted(tensors, key=lambda record: record.file_size, reverse=True)
+        to_check = [*others, *(by_size[index::count] if count else [])]
         damaged = tuple(_name(each) for each in to_check if not self._is_intact(each))
-        if not damaged:
-            return
-        left_out = len(damaged) - _MAX_LISTED
-        listed = ", ".join(damaged[:_MAX_LISTED])
-        more = f" and {left_out} more" if left_out > 0 else ""
-        verb = "does" if len(damaged) == 1 else "do"
-        raise DamagedCheckpointError(
-            f"checkpoint {self.name} is damaged: {listed}{more} {verb} not match the recorded"
-            " CRC-32 checksum; use an earlier checkpoint, copy the file again, or read it anyway"
-            " with verify=False",
-            damaged=damaged,
-        )
+        if damaged:
+            verb = "does" if len(damaged) == 1 else "do"
+            raise DamagedCheckpointError(
+                f"checkpoint {self.name} is damaged: {listed(damaged)} {verb} not match the"
+                " recorded CRC-32 checksum; use an earlier checkpoint, copy the file again, or"
+                " read it anyway with verify=False",
+                damaged=damaged,
+            )
 
     def _is_intact(self, record: ZipInfo) -> bool:
         """Whether a record matches its checksum, which zipfile compares at its end."""
@@ -275,9 +269,9 @@ def _with_own_memory_except_weights(content: Any) -> Any:
 
 def _is_only_copied(name: str, value: Any) -> bool:
     """Whether loading the model copies the value and keeps no reference to it."""
-    is_plain = (
+    return (
         type(value) in (Tensor, nn.Parameter)
         and value.layout == torch.strided
         and not value.is_quantized
+        and not name.endswith("_extra_state")
     )
-    return is_plain and not name.endswith("_extra_state")

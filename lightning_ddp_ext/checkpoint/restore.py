@@ -13,7 +13,6 @@ import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from zipfile import ZipInfo
 
 import torch
 from torch import Tensor
@@ -80,7 +79,7 @@ def restore(
         def check_and_load() -> Any:
             with reading(location.url):
                 if options.verify:
-                    opened.check(_shard(opened, readers.index(ranks.rank), len(readers)))
+                    opened.check(readers.index(ranks.rank), len(readers))
                 return load(opened, options, ranks.device, **kinds)
 
         content = ranks.on_every_rank(check_and_load, f"reading {location.url}")
@@ -155,8 +154,3 @@ def _copy_from_rank_zero(
 
 def _open_archive(stack: ExitStack, path: str, name: str) -> Archive:
     return Archive(stack.enter_context(open(path, "rb")), name)
-
-
-def _shard(archive: Archive, index: int, count: int) -> list[ZipInfo]:
-    """Return the tensors that one of ``count`` ranks with the same content must check."""
-    return sorted(archive.tensors, key=lambda record: record.file_size, reverse=True)[index::count]

@@ -31,7 +31,7 @@ def entry_of(location: Location, key: str) -> Any:
         archive = Archive(file, location.url)
         if not archive.has_checksums:
             return None
-        archive.check(())
+        archive.check(count=0)
         pickled = archive.read_pickle()
     try:
         content = _Unpickler(io.BytesIO(pickled)).load()
