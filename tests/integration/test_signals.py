@@ -20,13 +20,13 @@ from unittest.mock import patch
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_ddp_ext import RankZeroCheckpoint, RankZeroCheckpointIO
 from lightning_ddp_ext.errors import RankDiedError
 from lightning_ddp_ext.supervision.signals import StopSignals
 from tests.harness import ranks, training
 from tests.integration import checkpointing, continuing
+from tests.integration.background_saves import FailsWhenAwaited
 
 STEP = "on_train_batch_start"
 ALL_STEPS = 6  # of two epochs
@@ -121,38 +121,11 @@ def test_a_save_is_finished_before_the_one_of_the_stop(
         assert torch.load(path, weights_only=False)["state_dict"]
 
 
-class FailsInDevice(RankZeroCheckpointIO):
-    """Fails to save there, but only when the strategy waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.awaited = threading.Event()
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        if path == IN_DEVICE:
-            self.awaited.wait()
-        super().save_checkpoint(checkpoint, path, storage_options)
-
-
-class TellsWhenAwaited(AsyncCheckpointIO):
-    """Saves in the background, and tells the IO within when the strategy waits."""
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self.checkpoint_io.awaited.clear()
-        super().save_checkpoint(*args, **kwargs)
-
-    def teardown(self) -> None:
-        self.checkpoint_io.awaited.set()
-        super().teardown()
-
-
 def stop_after_failed_save(rank: int, world_size: int, directory: Path) -> End:
     """Save in the background below a device, and send SIGTERM to rank 1 in this step."""
     save = training.At("on_train_batch_end", lambda trainer: trainer.save_checkpoint(IN_DEVICE))
     stop = continuing.signalled("on_train_batch_end", 0, ranks=[1])
-    strategy = {"checkpoint_io": TellsWhenAwaited(FailsInDevice())}
+    strategy = {"checkpoint_io": FailsWhenAwaited(lambda path: path == IN_DEVICE)}
     return fit(directory, save, stop, strategy=strategy)
 
 
