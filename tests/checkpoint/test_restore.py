@@ -193,7 +193,8 @@ def test_an_object_store_is_read(tmp_path: Path) -> None:
     assert found.pop("present").startswith(SENT)
     assert found == {
         "missing": (
-            f"CheckpointError: checkpoint {URL} could not be read: FileNotFoundError: /bucket/it.ckpt"
+            f"CheckpointError: checkpoint {URL} could not be read: FileNotFoundError:"
+            " /bucket/it.ckpt"
         ),
         "failing": (
             f"CheckpointError: checkpoint {URL} could not be read: ConnectionResetError: the store"
