@@ -28,19 +28,13 @@ REPORTING = {
 ALLOWED = {
     "batchnorm.functions": {"_functions": "torch's kernels for statistics of several ranks"},
     "batchnorm.layer": {"_BatchNorm": "the base class of torch's layers"},
-    "checkpoint.key_prefixes": {"_metadata": "the module versions that state_dict() records"},
     "checkpoint.recorded_buffers": {
         "_buffers": "a buffer's place, to restore it",
         "_non_persistent_buffers_set": "the buffers that state_dict() leaves out",
         "_version": "torch's count of changes in place",
     },
     "checkpoint.save": {"_parent": "fsspec's parent of a path"},
-    "checkpoint.snapshot": {
-        "_untyped_storage": "storages of old kinds that torch pickles",
-        "_utils": "the check of sparse tensors that torch.load does",
-        "_validate_loaded_sparse_tensors": "the check of sparse tensors that torch.load does",
-    },
-    "integration.checkpoints.loading_overrides": {
+    "integration.checkpoints.loading": {
         "_load_from_state_dict": "whether a module changes the weights that it loads",
         "_load_state_dict_pre_hooks": "whether a module changes the weights that it loads",
     },

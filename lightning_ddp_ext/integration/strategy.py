@@ -279,8 +279,9 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def checkpoint_io(self) -> pl.plugins.CheckpointIO:
         if self._checkpoint_io is None:
-            self._checkpoint_io = RankZeroCheckpointIO()
-            self._checkpoint_io.is_default = True
+            self._checkpoint_io = RankZeroCheckpointIO.as_default()
+        elif isinstance(self._checkpoint_io, pl.plugins.AsyncCheckpointIO):
+            self._checkpoint_io.checkpoint_io = RankZeroCheckpointIO()  # unless it has one
         return super().checkpoint_io
 
     @checkpoint_io.setter

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor
 from torchmetrics import MeanMetric
 
@@ -67,7 +68,7 @@ def options_of(kind: training.Kind, synchronises: bool) -> dict[str, Any]:
     """Return the Trainer's options for SyncBatchNorm and, with ours, background saves."""
     if kind == "stock":
         return {"sync_batchnorm": synchronises}
-    options: dict[str, Any] = {"plugins": [RankZeroCheckpointIO(background=True)]}
+    options: dict[str, Any] = {"plugins": [AsyncCheckpointIO(RankZeroCheckpointIO())]}
     if synchronises:
         options["callbacks"] = [SyncBatchNormConversion()]
         options["strategy"] = {"broadcast_buffers": False}

@@ -88,7 +88,7 @@ except AttributeError as error:
     raise missing(f"{getattr(error.obj, '__name__', lightning_name)}.{error.name}") from None
 
 # Methods that our subclasses override or call.
-refuse_missing(pl.callbacks.ModelCheckpoint, "_link_checkpoint", "_monitor_candidates")
+refuse_missing(pl.callbacks.ModelCheckpoint, "_monitor_candidates")
 refuse_missing(pl.strategies.DDPStrategy, "_configure_launcher")
 refuse_missing(MultiProcessingLauncher, "_recover_results_in_main_process", "_wrapping_function")
 refuse_missing(SubprocessScriptLauncher, "_call_children_scripts")

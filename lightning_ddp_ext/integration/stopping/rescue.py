@@ -31,7 +31,6 @@ from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.peers import Peers
 from lightning_ddp_ext.rendezvous.process_context import current
 
-from ..checkpoints.checkpoint_io import RankZeroCheckpointIO
 from ..checkpoints.fit_identity import KEY as FILE_KEY
 from ..checkpoints.run_files import RunFiles
 from ..data.resume import KEY, Resume
@@ -48,7 +47,7 @@ from .last_step import (
     states_of_ranks,
 )
 from .recorder import RecordedRun, Recorder
-from .stops import StopController, finish_earlier_saves
+from .stops import StopController
 
 # Events of a rank that leave the others in a state from which training can continue.
 _SURVIVABLE = ("died", "failed", "hung")
@@ -256,12 +255,7 @@ class Rescue:
         checkpoint = checkpoint_of(step, run.trainer, recorded)
         checkpoint[KEY] = self._resume.make_section(step.restart, step.stopped, ranks.states)
         checkpoint[FILE_KEY] = self._files.identity.to_entry()
-        io = self._strategy.checkpoint_io
-        if isinstance(io, RankZeroCheckpointIO):
-            io.saver.deadline = self._seconds
-        finish_earlier_saves(io)
-        io.save_checkpoint(checkpoint, run.path)
-        io.teardown()  # waits for a save in the background
+        self._stops.finish_earlier_saves().save_checkpoint(checkpoint, run.path)
 
     def _why_not(self, trainer: Any, recorded: RecordedRun, exception: BaseException) -> str | None:
         """Return why the last step cannot be saved, if another one may have begun."""
