@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +34,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from training import make_trainer
 
-from lightning_ddp_ext import DDPExtStrategy
+from lightning_ddp_ext import ScalableDistributedSampler
 
 GROUP = 20  # steps that are timed together
 Moment = tuple[float, float]  # seconds: by the clock, and of processor time of this process
@@ -140,17 +139,23 @@ class Free(torch.utils.data.Dataset[Any]):
 class Resumed(Tiny):
     """Records when its data are requested, and when its first step begins."""
 
-    def __init__(self, length: int, batch_size: int) -> None:
+    def __init__(self, length: int, batch_size: int, *, is_scalable: bool) -> None:
         super().__init__()
         self.length = length
         self.batch_size = batch_size
+        self.is_scalable = is_scalable
         self.asked = self.first = 0.0
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         self.asked = time.perf_counter()
         data = Free(self.length)
+        sampler = ScalableDistributedSampler(data) if self.is_scalable else None
         return DataLoader(
-            data, batch_size=self.batch_size, shuffle=True, collate_fn=lambda batch: batch
+            data,
+            batch_size=self.batch_size,
+            shuffle=sampler is None,
+            sampler=sampler,
+            collate_fn=lambda batch: batch,
         )
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
@@ -174,29 +179,27 @@ def measure_resume(effort: Effort) -> Table:
     """
     length, batch_size = effort.choose((10**8, 50_000), quick=(10_000, 500))
     half = length // batch_size // 2
-    strategies: dict[str, Callable[[], Any]] = {
-        "stock `ddp`, which reads the epoch's first samples again": lambda: "ddp",
-        "`ddp_ext`: torch's order, which has to be drawn": lambda: "ddp_ext",
-        '`ddp_ext`, `sampler="scalable"`': lambda: DDPExtStrategy(sampler="scalable"),
+    kinds = {  # of strategy and order
+        "stock `ddp`, which reads the epoch's first samples again": ("ddp", False),
+        "`ddp_ext`: torch's order, which has to be drawn": ("ddp_ext", False),
+        "`ddp_ext` with a `ScalableDistributedSampler`": ("ddp_ext", True),
     }
 
-    def save(strategy: Callable[[], Any], path: Path) -> Figures:
-        trainer = make_trainer(strategy(), 1, max_steps=half, callbacks=[SaveAt(half, path)])
-        trainer.fit(Resumed(length, batch_size))
+    def save(strategy: str, is_scalable: bool, path: Path) -> Figures:
+        trainer = make_trainer(strategy, 1, max_steps=half, callbacks=[SaveAt(half, path)])
+        trainer.fit(Resumed(length, batch_size, is_scalable=is_scalable))
         return {}
 
-    def resume(strategy: Callable[[], Any], path: Path) -> Figures:
-        model = Resumed(length, batch_size)
-        make_trainer(strategy(), 1, max_steps=half + 1).fit(model, ckpt_path=path)
+    def resume(strategy: str, is_scalable: bool, path: Path) -> Figures:
+        model = Resumed(length, batch_size, is_scalable=is_scalable)
+        make_trainer(strategy, 1, max_steps=half + 1).fit(model, ckpt_path=path)
         return {"ms": (model.first - model.asked) * 1000}
 
     with scratch_directory() as directory:
-        paths = {name: directory / f"{number}.ckpt" for number, name in enumerate(strategies)}
+        paths = {name: directory / f"{number}.ckpt" for number, name in enumerate(kinds)}
         for name, path in paths.items():
-            alone(partial(save, strategies[name], path))()
-        turns = {
-            name: alone(partial(resume, strategies[name], path)) for name, path in paths.items()
-        }
+            alone(partial(save, *kinds[name], path))()
+        turns = {name: alone(partial(resume, *kinds[name], path)) for name, path in paths.items()}
         results = take_turns(turns, effort.repeats(2))
     title = f"first step of an epoch of {power(length)} samples that is resumed in its middle"
     return Table(

@@ -9,6 +9,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch.utils.data import DataLoader
 
 import lightning_ddp_ext as ddpx
@@ -34,9 +35,9 @@ if __name__ == "__main__":
         accelerator="cpu",
         devices=2,
         max_epochs=10,
-        plugins=[
-            ddpx.RankZeroCheckpointIO(background=True)
-        ],  # steps wait only for a copy in memory
+        # Steps wait only for a copy. The strategy removes an old checkpoint after the new
+        # one is on disk, and raises a save error on every rank.
+        plugins=[AsyncCheckpointIO(ddpx.RankZeroCheckpointIO())],
         callbacks=[
             ModelCheckpoint("checkpoints", save_last=True, every_n_train_steps=50),
             Report(),

@@ -8,12 +8,9 @@
     │   └── MissingRanksError                some ranks did not connect within init_timeout
     ├── GroupInUseError (RuntimeError)       this process has a process group that does not match
     ├── CheckpointError (RuntimeError)       a checkpoint could not be written, read or removed
-    │   ├── CheckpointSaveError (OSError)    not written, or not durable
-    │   ├── CheckpointNotFoundError (FileNotFoundError)    missing on a rank that has to read it
-    │   ├── DamagedCheckpointError           truncated, altered, or not a checkpoint
-    │   └── UnsafeCheckpointError (pickle.UnpicklingError) weights_only=True refuses a class in it
+    │   ├── CheckpointSaveError (OSError)    not written
+    │   └── DamagedCheckpointError           truncated, altered, or not a checkpoint
     ├── SamplingError (RuntimeError)         data cannot be divided, or predictions not joined
-    │   └── ResumeError                      an epoch cannot continue where it stopped
     ├── BatchNormError (RuntimeError)        a layer cannot use the statistics of all ranks
     ├── DivergenceError (RuntimeError)       the ranks differ in weights or logged values
     └── RankFailedError (RuntimeError)       another rank failed or exited, so this rank stops
@@ -27,13 +24,11 @@ traceback ends with a reference to the page that describes the error.
 
 from __future__ import annotations
 
-import pickle
 from os import PathLike
 
 __all__ = [
     "BatchNormError",
     "CheckpointError",
-    "CheckpointNotFoundError",
     "CheckpointSaveError",
     "ConfigurationError",
     "DDPExtError",
@@ -46,9 +41,7 @@ __all__ = [
     "RankFailedError",
     "RankHungError",
     "RendezvousError",
-    "ResumeError",
     "SamplingError",
-    "UnsafeCheckpointError",
 ]
 
 
@@ -100,7 +93,7 @@ class CheckpointError(DDPExtError, RuntimeError):
 
 
 class CheckpointSaveError(CheckpointError, OSError):
-    """A checkpoint could not be written, or might not survive a power failure.
+    """A checkpoint could not be written.
 
     The message names the path.
 
@@ -113,10 +106,6 @@ class CheckpointSaveError(CheckpointError, OSError):
     errno: int | None = None
 
 
-class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """The file does not exist on rank 0."""
-
-
 class DamagedCheckpointError(CheckpointError):
     """A file is truncated, altered or not a checkpoint.
 
@@ -127,19 +116,8 @@ class DamagedCheckpointError(CheckpointError):
     damaged: tuple[str, ...] = ()
 
 
-class UnsafeCheckpointError(CheckpointError, pickle.UnpicklingError):
-    """A file contains classes that ``weights_only=True`` does not allow.
-
-    None of its code was run.
-    """
-
-
 class SamplingError(DDPExtError, RuntimeError):
     """Data cannot be divided among the ranks, or their predictions cannot be joined."""
-
-
-class ResumeError(SamplingError):
-    """An epoch cannot continue at the position that the checkpoint recorded."""
 
 
 class BatchNormError(DDPExtError, RuntimeError):

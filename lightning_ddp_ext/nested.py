@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils._pytree import keystr, tree_iter, tree_map, tree_map_with_path
+from torch.utils._pytree import keystr, tree_iter, tree_map_with_path
 
-__all__ = ["keystr", "tree_map", "tree_map_with_path", "values_of"]
+__all__ = ["keystr", "tree_map_with_path", "values_of"]
 
 
 def values_of(nested: Any) -> Iterator[Any]:

@@ -20,6 +20,7 @@ _LONGEST_REASON = 2000
 # device memory that is needed.
 _PIECE = 64 << 20
 _LENGTH = 8  # bytes that hold the length of a pickled value
+_SHORT = 1024  # bytes of the first message, which hold most values
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,17 @@ class Ranks:
         return [own]
 
     def _exchange(self, value: Any, collective: Callable[[Tensor], list[Tensor]]) -> list[Any]:
-        """Run a collective on the lengths of the pickled values, and one on the values."""
+        """Run a collective on the pickled values, and a second one if a value is long.
+
+        The first message has a value's length and its beginning.
+        """
         pickled = pickle.dumps(value)
-        length = len(pickled).to_bytes(_LENGTH, "little")
-        lengths = self._exchange_bytes(length, _LENGTH, collective)
-        longest = max(int.from_bytes(each, "little") for each in lengths)
-        return [pickle.loads(each) for each in self._exchange_bytes(pickled, longest, collective)]
+        message = len(pickled).to_bytes(_LENGTH, "little") + pickled
+        received = self._exchange_bytes(message, _SHORT, collective)
+        longest = max(int.from_bytes(each[:_LENGTH], "little") for each in received)
+        if _LENGTH + longest > _SHORT:
+            received = self._exchange_bytes(message, _LENGTH + longest, collective)
+        return [pickle.loads(each[_LENGTH:]) for each in received]
 
     def _exchange_bytes(
         self, data: bytes, size: int, collective: Callable[[Tensor], list[Tensor]]

@@ -26,23 +26,15 @@ REPORTING = {
 }
 # All other private names, by module, each with its purpose.
 ALLOWED = {
-    "batchnorm.cuda": {"_functions": "torch's kernels for statistics of several ranks"},
+    "batchnorm.functions": {"_functions": "torch's kernels for statistics of several ranks"},
     "batchnorm.layer": {"_BatchNorm": "the base class of torch's layers"},
-    "checkpoint.key_prefixes": {"_metadata": "the module versions that state_dict() records"},
     "checkpoint.save": {"_parent": "fsspec's parent of a path"},
-    "checkpoint.snapshot": {
-        "_untyped_storage": "storages of old kinds that torch pickles",
-        "_utils": "the check of sparse tensors that torch.load does",
-        "_validate_loaded_sparse_tensors": "the check of sparse tensors that torch.load does",
-    },
-    "integration.checkpoints.loading_overrides": {
+    "integration.checkpoints.loading": {
         "_load_from_state_dict": "whether a module changes the weights that it loads",
         "_load_state_dict_pre_hooks": "whether a module changes the weights that it loads",
     },
-    "integration.data.uncounted_step": {
-        "_computed": "torchmetrics' result, to restore it",
+    "integration.data.evaluation": {
         "_defaults": "torchmetrics' neutral states",
-        "_forward_cache": "torchmetrics' value of a step, to restore it",
         "_reductions": "which of torchmetrics' states are lists",
     },
     "nested": {"_pytree": "the values in nested dicts, lists and tuples"},

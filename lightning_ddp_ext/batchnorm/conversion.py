@@ -2,150 +2,151 @@
 
 from __future__ import annotations
 
+import fnmatch
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.nn import Module
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils import parametrize
 
-from lightning_ddp_ext.batchnorm.classes import restore, synchronise
-from lightning_ddp_ext.batchnorm.groups import JoinedRanks, group_of
-from lightning_ddp_ext.batchnorm.layer import BatchNorm, SyncBatchNorm
-from lightning_ddp_ext.batchnorm.selection import LayerChoice, Selection, batchnorm_layers
+from lightning_ddp_ext.batchnorm.layer import (
+    BatchNorm,
+    SyncBatchNorm,
+    can_synchronise,
+    restore,
+    synchronise,
+)
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
+from lightning_ddp_ext.errors import ConfigurationError
 
 ModuleT = TypeVar("ModuleT", bound=Module)
+Selection = str | Iterable[str] | None
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """The result of a conversion, for each BatchNorm layer of a model.
+class LayerChoice:
+    """A choice of BatchNorm layers by patterns of their names; by default all of them.
+
+    Args:
+        include: convert only layers that match one of these; ``None`` for all.
+        exclude: do not convert layers that match one of these.
 
     Attributes:
-        converted: the names of the layers that now synchronise.
-        left_alone: the reasons why other layers were not chosen, or "synchronises
-            already", by layer name.
-        unsupported: the reasons why the remaining layers cannot be converted, by layer
-            name and class.
-        world_size: the number of ranks that join their batches.
+        is_all: whether this chooses all layers of any model.
+
+    Raises:
+        ConfigurationError: a pattern is not a string.
     """
 
-    converted: Sequence[str]
-    left_alone: Mapping[str, str]
-    unsupported: Mapping[str, str]
-    world_size: int
+    def __init__(self, include: Selection = None, exclude: Selection = None) -> None:
+        self._include = None if include is None else _patterns(include, "include")
+        self._exclude = () if exclude is None else _patterns(exclude, "exclude")
+        self.is_all = self._include is None and not self._exclude
 
-    def summary(self) -> str:
-        """Return the number of converted layers, and why others were not converted."""
-        count = len(self.converted)
-        reasons = Counter([*self.unsupported.values(), *self.left_alone.values()])
-        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        line = (
-            f"SyncBatchNorm: {count} of {count + reasons.total()} layers, statistics over {ranks}"
-        )
-        if not reasons:
-            return line
-        listed = ", ".join(f"{number} {reason}" for reason, number in reasons.items())
-        return f"{line}; not converted: {listed}"
+    def layers_in(self, model: Module) -> set[Module]:
+        """Return the BatchNorm layers that are chosen.
 
-    def warning(self) -> str | None:
-        """Return a warning that names the unsupported layers, if any."""
-        if not self.unsupported:
-            return None
-        layers = "; ".join(f"{layer} {reason}" for layer, reason in self.unsupported.items())
-        return (
-            "some BatchNorm layers are not converted and use only each rank's own statistics:"
-            f" {layers}. A class that overrides forward can inherit from"
-            " lightning_ddp_ext.SyncBatchNorm instead; to leave a layer out without this warning,"
-            " use exclude="
-        )
+        Raises:
+            ConfigurationError: a pattern matches no layer.
+        """
+        included = ("*",) if self._include is None else self._include
+        return _matching(model, included, "include") - _matching(model, self._exclude, "exclude")
 
 
 def convert_sync_batchnorm(
     module: ModuleT,
     include: Selection = None,
     exclude: Selection = None,
-    process_group: JoinedRanks = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> ModuleT:
     """Make a model's BatchNorm layers synchronise; ``restore_batchnorm`` undoes this.
 
-    Each layer remains the same object, with its parameters, buffers, hooks, mode,
-    device and dtype. Its new class is made from its own class and
-    :class:`SyncBatchNorm`, so a subclass keeps its methods. Call this on every rank,
-    before or after DDP wraps the model. InstanceNorm, GroupNorm and layers that already
-    synchronise do not change.
+    This converts layers of the classes ``BatchNorm1d``, ``BatchNorm2d`` and
+    ``BatchNorm3d``. Each remains the same object, with its parameters, buffers, hooks,
+    mode, device and dtype. Its new class inherits from its own class and from
+    :class:`SyncBatchNorm`. Call this on every rank, before or after DDP wraps the
+    model. InstanceNorm, GroupNorm and layers that are a :class:`SyncBatchNorm` do not
+    change.
 
-    A subclass that overrides ``forward`` is not converted. It can inherit from
+    Other subclasses of BatchNorm are left as they are. They can inherit from
     :class:`SyncBatchNorm` instead.
 
     Args:
         module: the model, or a layer.
         include: convert only layers that match a pattern of layer names, such as
-            ``"backbone.*"``, a class of layers, or one of several of these. If a module
+            ``"backbone.*"``, or one of several patterns. If the name of a module
             matches, so do all layers in it.
         exclude: do not convert layers that match; takes the same values as ``include``.
-        process_group: the ranks whose batches are joined: ``None`` for all, ``"node"``
-            for those on the same machine (in the same network namespace, if containers
-            have their own), a number ``n`` for groups of ``n`` consecutive ranks, of
-            which the last may be smaller, or a process group. ``"node"`` and numbers
-            need an initialised process group and make the call collective.
+        process_group: the ranks whose batches are joined, as a process group; ``None``
+            for all ranks.
 
     Returns:
         ``module`` itself.
 
     Warns:
-        UserWarning: layers are not converted because they override ``forward``, are
-            parametrised or lazy, or had their ``forward`` replaced.
+        UserWarning: layers are not converted because they belong to another subclass of
+            BatchNorm, or had their ``forward`` replaced.
 
     Raises:
         ConfigurationError: ``include`` or ``exclude`` is invalid or matches no layer,
-            or ``process_group`` is invalid.
+            or ``process_group`` is not a process group.
 
-    >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     >>> isinstance(convert_sync_batchnorm(model)[1], SyncBatchNorm)
     True
-    >>> type(restore_batchnorm(model)[1]) is torch.nn.BatchNorm2d
+    >>> type(restore_batchnorm(model)[1]) is nn.BatchNorm2d
     True
     """
-    conversion = convert(module, LayerChoice.of(include, exclude), group_of(process_group))
-    warning = conversion.warning()
-    if warning is not None:
-        warnings.warn(warning, stacklevel=2)
+    warn = partial(warnings.warn, stacklevel=3)  # at the caller of this function
+    convert(module, LayerChoice(include, exclude), process_group, warn=warn)
     return module
 
 
 def convert(
-    module: Module, choice: LayerChoice, process_group: dist.ProcessGroup | None = None
-) -> Conversion:
-    """Convert layers as ``convert_sync_batchnorm`` does, and report on all of them.
+    module: Module,
+    choice: LayerChoice,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    warn: Callable[[str], object],
+) -> str:
+    """Convert layers as ``convert_sync_batchnorm`` does.
 
-    Unsupported layers are in the report, without a warning.
+    Returns:
+        The number of converted layers, and why others were not converted.
     """
-    not_chosen = choice.reasons_against(module)
+    chosen = choice.layers_in(module)
     converted: dict[str, BatchNorm] = {}
-    left_alone: dict[str, str] = {}
-    unsupported: dict[str, str] = {}
-    for layer, name in batchnorm_layers(module).items():
-        shown = name or "the module"  # a lone layer has no name
-        if isinstance(layer, (SyncBatchNorm, torch.nn.SyncBatchNorm)):
-            left_alone[shown] = "synchronises already"
-        elif layer in not_chosen:
-            left_alone[shown] = not_chosen[layer]
-        elif reason := _why_unsupported(layer):
-            unsupported[f"{shown} ({type(layer).__name__})"] = reason
+    with_own_code: list[str] = []
+    reasons: Counter[str] = Counter()
+    for layer, name in _layers_in(module):
+        if isinstance(layer, SyncBatchNorm):
+            reasons["synchronises already"] += 1
+        elif layer not in chosen:
+            reasons["not chosen"] += 1
+        elif can_synchronise(layer):
+            converted[name] = layer
         else:
-            converted[shown] = layer
-    max_features = max((layer.num_features for layer in converted.values()), default=0)
-    context = SyncContext(process_group, tuple(converted), max_features=max_features)
+            reasons["has its own code"] += 1
+            with_own_code.append(f"{name} ({type(layer).__name__})")
+    context = SyncContext(
+        process_group,
+        names=tuple(converted),
+        max_features=max((layer.num_features for layer in converted.values()), default=0),
+    )
     for index, layer in enumerate(converted.values()):
         synchronise(layer, replace(context, index=index))
-    return Conversion(tuple(converted), left_alone, unsupported, context.world_size)
+    if with_own_code:
+        warn(_warning_about(with_own_code))
+    line = (
+        f"SyncBatchNorm: {len(converted)} of {len(converted) + reasons.total()} layers,"
+        f" statistics over {context.world_size} ranks"
+    )
+    listed = ", ".join(f"{number} {reason}" for reason, number in reasons.items())
+    return f"{line}; not converted: {listed}" if reasons else line
 
 
 def restore_batchnorm(module: ModuleT) -> ModuleT:
@@ -163,13 +164,63 @@ def restore_batchnorm(module: ModuleT) -> ModuleT:
     return module
 
 
-def _why_unsupported(layer: Module) -> str | None:
-    if parametrize.is_parametrized(layer):
-        return "is parametrised (remove the parametrisation first)"
-    if isinstance(layer, LazyModuleMixin):
-        return "is lazy (run a first batch before the conversion)"
-    if "forward" in vars(layer):
-        return "had its forward replaced on the object"
-    if type(layer).forward is not BatchNorm.forward:
-        return "overrides forward"
-    return None
+def _patterns(selection: Any, field: str) -> tuple[str, ...]:
+    """Return the patterns in an argument, which may be an iterator."""
+    is_one = isinstance(selection, str) or not isinstance(selection, Iterable)
+    patterns = (selection,) if is_one else tuple(selection)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ConfigurationError(
+                f"{field} takes patterns of layer names (got {pattern!r}); for any other choice,"
+                " pass a list of names"
+            )
+    return patterns
+
+
+def _layers_in(model: Module, *, with_each_name: bool = False) -> list[tuple[BatchNorm, str]]:
+    """Return the BatchNorm layers of a model with their names.
+
+    A layer in several places is returned once, or ``with_each_name``.
+    """
+    return [
+        (module, name or "the module")  # a lone layer has no name
+        for name, module in model.named_modules(remove_duplicate=not with_each_name)
+        if isinstance(module, BatchNorm)
+    ]
+
+
+def _matching(model: Module, patterns: Iterable[str], field: str) -> set[Module]:
+    """Return the BatchNorm layers that a pattern matches.
+
+    Raises:
+        ConfigurationError: one of the patterns matches none.
+    """
+    layers = _layers_in(model, with_each_name=True)
+    selected: set[Module] = set()
+    for pattern in patterns:
+        matching = {layer for layer, name in layers if _matches(pattern, name)}
+        if layers and not matching:
+            names = ", ".join(name for _, name in layers[:5])
+            more = ", …" if len(layers) > 5 else ""
+            raise ConfigurationError(
+                f"{field}={pattern!r} matches no BatchNorm layer; choose among {names}{more}, or"
+                " modules that contain them"
+            )
+        selected |= matching
+    return selected
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a pattern matches a layer's name, or that of a module around it."""
+    parts = name.split(".")
+    ends = range(len(parts) + 1)  # the model has an empty name
+    return any(fnmatch.fnmatchcase(".".join(parts[:end]), pattern) for end in ends)
+
+
+def _warning_about(with_own_code: list[str]) -> str:
+    return (
+        "BatchNorm layers with their own class or forward method are not converted:"
+        f" {', '.join(with_own_code)}. To use the statistics of all ranks, a class can inherit"
+        " from lightning_ddp_ext.SyncBatchNorm, and a lazy layer can run a first batch before the"
+        " conversion; to leave a layer out without this warning, use exclude="
+    )

@@ -1,23 +1,23 @@
-"""Define the layer: BatchNorm with the statistics of all ranks' batches together."""
+"""Define the layers: BatchNorm with the statistics of all ranks' batches together."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_ddp_ext.batchnorm import cuda
-from lightning_ddp_ext.batchnorm.cpu import SyncBatchNormOnCPU
-from lightning_ddp_ext.batchnorm.groups import is_group
-from lightning_ddp_ext.batchnorm.statistics import RunningStatistics
+from lightning_ddp_ext.batchnorm.functions import (
+    RunningStatistics,
+    SyncBatchNormOnCPU,
+    SyncBatchNormOnCUDA,
+)
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
-from lightning_ddp_ext.errors import BatchNormError, ConfigurationError
+from lightning_ddp_ext.errors import BatchNormError
 
 BatchNorm = _BatchNorm  # the base class of all of torch's BatchNorm layers
-CONTEXT = "_ddpx_context"  # the attribute that conversion adds to layers
 
 
 class SyncBatchNorm(BatchNorm):
@@ -57,8 +57,6 @@ class SyncBatchNorm(BatchNorm):
     True
     """
 
-    _ddpx_context: SyncContext
-
     def __init__(
         self,
         num_features: int,
@@ -72,11 +70,6 @@ class SyncBatchNorm(BatchNorm):
         *,
         bias: bool = True,
     ) -> None:
-        if process_group is not None and not is_group(process_group):
-            raise ConfigurationError(
-                "process_group must be a torch.distributed.ProcessGroup or None (got"
-                f" {process_group!r}); for 'node' or a number of ranks, use convert_sync_batchnorm"
-            )
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         if not bias:  # only passed if needed, for torch before 2.13
             options["bias"] = False
@@ -99,24 +92,13 @@ class SyncBatchNorm(BatchNorm):
         """
         if not self.training or self._ddpx_context.world_size == 1:
             return super().forward(input)
-        output: Tensor = self._normalise(input)
-        return output
+        return cast(Tensor, self._normalise(input))
 
     # This breaks a compiled graph, as torch's own SyncBatchNorm does.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _normalise(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
-        self._check_channels_and_device(input)
-        function: Any = SyncBatchNormOnCPU.apply if input.is_cpu else cuda.batch_norm
-        self._count_batch()
-        running = self._running_statistics()
-        output: Tensor = function(
-            input, self.weight, self.bias, running, self.eps, self._ddpx_context
-        )
-        return output
-
-    def _check_channels_and_device(self, input: Tensor) -> None:
-        # torch's kernels do not check these sizes, and would read out of bounds.
+        # Torch's kernels do not check these sizes, and would read out of bounds.
         if input.size(1) != self.num_features:
             raise BatchNormError(
                 f"{self._ddpx_context.name} expects inputs with {self.num_features} channels "
@@ -127,16 +109,58 @@ class SyncBatchNorm(BatchNorm):
                 f"{self._ddpx_context.name} supports inputs on cpu and cuda (got one on"
                 f" {input.device}); exclude the layer from the conversion (exclude=)"
             )
+        function: Any = SyncBatchNormOnCPU if input.is_cpu else SyncBatchNormOnCUDA
+        running = self._count_batch()
+        return cast(
+            Tensor,
+            function.apply(input, self.weight, self.bias, running, self.eps, self._ddpx_context),
+        )
 
-    def _count_batch(self) -> None:
-        if self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-
-    def _running_statistics(self) -> RunningStatistics | None:
-        """Return the running statistics, if any, with the weight of the last batch."""
+    def _count_batch(self) -> RunningStatistics | None:
+        """Count a batch; return the running statistics, if any, with its weight."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return None
         momentum = self.momentum
-        if momentum is None and self.num_batches_tracked is not None:  # a cumulative average
-            momentum = 1.0 / float(self.num_batches_tracked)
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:  # a cumulative average
+                momentum = 1.0 / float(self.num_batches_tracked)
         return RunningStatistics(self.running_mean, self.running_var, momentum or 0.0)
+
+
+class SyncBatchNorm1d(nn.BatchNorm1d, SyncBatchNorm):
+    """A converted ``torch.nn.BatchNorm1d``."""
+
+
+class SyncBatchNorm2d(nn.BatchNorm2d, SyncBatchNorm):
+    """A converted ``torch.nn.BatchNorm2d``."""
+
+
+class SyncBatchNorm3d(nn.BatchNorm3d, SyncBatchNorm):
+    """A converted ``torch.nn.BatchNorm3d``."""
+
+
+_SYNCHRONISED: dict[type, type] = {
+    nn.BatchNorm1d: SyncBatchNorm1d,
+    nn.BatchNorm2d: SyncBatchNorm2d,
+    nn.BatchNorm3d: SyncBatchNorm3d,
+}
+_PLAIN = {synchronised: plain for plain, synchronised in _SYNCHRONISED.items()}
+
+
+def can_synchronise(layer: BatchNorm) -> bool:
+    """Whether a layer's code is torch's, so that its class may be changed."""
+    return type(layer) in _SYNCHRONISED and "forward" not in vars(layer)
+
+
+def synchronise(layer: nn.Module, context: SyncContext) -> None:
+    """Give one of torch's layers the class that synchronises, and its context."""
+    layer.__class__ = _SYNCHRONISED[type(layer)]
+    vars(layer)["_ddpx_context"] = context
+
+
+def restore(layer: nn.Module) -> None:
+    """Restore the class of a converted layer; leave other layers unchanged."""
+    if type(layer) in _PLAIN:
+        layer.__class__ = _PLAIN[type(layer)]
+        del layer._ddpx_context

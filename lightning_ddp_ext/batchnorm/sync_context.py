@@ -9,18 +9,16 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_ddp_ext.errors import BatchNormError
+from lightning_ddp_ext.errors import BatchNormError, ConfigurationError
 
-_Pass = Literal["forward", "backward"]
-
-_PASSES: tuple[_Pass, ...] = ("forward", "backward")
+_PASSES = ("forward", "backward")
 # numbers at the beginning of a message: the indices of the layer and of the pass
 _HEADER = 2
 # A small exchange between ranks that start together takes half of this time.
@@ -55,15 +53,28 @@ class SyncContext:
     Args:
         process_group: the ranks whose batches are joined; ``None`` for all.
         names: the names of the model's synchronised layers, in the same order on every
-            rank; a layer that was not converted is alone and has no name.
+            rank; a layer that was not converted is alone.
         index: the layer's position in ``names``.
         max_features: the number of channels of the widest of these layers.
+
+    Raises:
+        ConfigurationError: ``process_group`` is not a process group.
     """
 
     process_group: dist.ProcessGroup | None = None
-    names: Sequence[str] = ("",)
+    names: Sequence[str] = ("a BatchNorm layer",)
     index: int = 0
     max_features: int = 0
+
+    def __post_init__(self) -> None:
+        group: object = self.process_group
+        # Torch's annotations count this number as a group, of ranks outside of it.
+        is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
+        if not (group is None or is_outside or isinstance(group, dist.ProcessGroup)):
+            raise ConfigurationError(
+                "process_group must be a torch.distributed.ProcessGroup, as dist.new_group returns"
+                f" it, or None for all ranks (got {group!r})"
+            )
 
     @property
     def world_size(self) -> int:
@@ -77,11 +88,10 @@ class SyncContext:
 
     @property
     def name(self) -> str:
-        """The layer's name in errors."""
-        name = self.names[self.index]
-        return f"BatchNorm layer {name!r}" if name else "a BatchNorm layer"
+        """The layer's name, for errors."""
+        return self.names[self.index]
 
-    def gather(self, which_pass: _Pass, *vectors: ArrayLike) -> NDArray[np.float64]:
+    def gather(self, which_pass: str, *vectors: ArrayLike) -> NDArray[np.float64]:
         """Concatenate the vectors, and return those of all ranks, (ranks, n).
 
         Collective; on CPU.
@@ -92,9 +102,11 @@ class SyncContext:
         values = np.concatenate(vectors)
         message = self._message(which_pass, values)
         received = np.empty((self.world_size, len(message)))
-        output = torch.from_numpy(received).view(-1)
         work = _all_gather(
-            output, torch.from_numpy(message), group=self.process_group, async_op=True
+            torch.from_numpy(received).view(-1),
+            torch.from_numpy(message),
+            group=self.process_group,
+            async_op=True,
         )
         _wait_for(work)
         headers = received[:, :_HEADER]
@@ -102,11 +114,10 @@ class SyncContext:
             self._refuse(headers.astype(int).tolist())
         return received[:, _HEADER : _HEADER + len(values)]
 
-    def _message(self, which_pass: _Pass, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _message(self, which_pass: str, values: NDArray[np.float64]) -> NDArray[np.float64]:
         # The widest layer sends most: a count, and two values per channel. A layer may
         # have more channels than at the conversion.
-        length = max(1 + 2 * self.max_features, len(values))
-        message = np.zeros(_HEADER + length)
+        message = np.zeros(_HEADER + max(1 + 2 * self.max_features, len(values)))
         message[:_HEADER] = self.index, _PASSES.index(which_pass)
         message[_HEADER : _HEADER + len(values)] = values
         return message
@@ -125,9 +136,7 @@ class SyncContext:
 
     def _name_of(self, index: int) -> str:
         # A rank may be in a model that was converted separately, and has more layers.
-        if index >= len(self.names):
-            return "a layer of another model"
-        return self.names[index] or "the layer"
+        return self.names[index] if index < len(self.names) else "a layer of another model"
 
     def __deepcopy__(self, memo: object) -> SyncContext:
         return self  # a copied layer synchronises with the same ranks; groups cannot be copied

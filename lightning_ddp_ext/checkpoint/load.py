@@ -1,40 +1,45 @@
-"""Read a checkpoint file on one rank, and place its tensors on devices or in memory."""
+"""Read a checkpoint file on one rank: check its records, and load it onto devices.
+
+``torch.save`` writes an uncompressed zip archive with a CRC-32 checksum for each
+record: ``data.pkl`` is the pickled structure, and ``data/N`` is the memory of one or
+more tensors. ``torch.load`` does not check these checksums.
+
+There are two kinds of errors: the file is damaged, or it could not be read.
+"""
 
 from __future__ import annotations
 
 import copy
-import pickle
-import re
-import traceback
-from collections.abc import Callable, Mapping
+import os
+import struct
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from mmap import MAP_SHARED
-from typing import Any
+from typing import Any, BinaryIO
+from zipfile import ZipFile, ZipInfo
 
 import torch
-from torch import Tensor, UntypedStorage, nn
-from torch.serialization import default_restore_location, set_default_mmap_options
+from torch import Tensor, nn
+from torch.serialization import set_default_mmap_options
 
-from lightning_ddp_ext.checkpoint.archive import Archive, is_system_error, unreadable
-from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict
-from lightning_ddp_ext.checkpoint.snapshot import join, split
-from lightning_ddp_ext.errors import (
-    CheckpointError,
-    ConfigurationError,
-    DamagedCheckpointError,
-    UnsafeCheckpointError,
-)
+from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError
+from lightning_ddp_ext.rank_lists import listed
+from lightning_ddp_ext.ranks import reason_of
 
 MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
-_MapLocation = str | dict[str, str] | Callable[..., Any]
-# Takes a tensor's storage, mapped or in CPU memory, and the device that it was saved
-# from; returns the placed storage.
-Placement = Callable[[UntypedStorage, str], UntypedStorage]
 
+_ZIP_SIGNATURE = b"PK\x03\x04"
+_PICKLE_SIGNATURE = b"\x80"  # of protocol 2 and later
+_DIRECTORY_ATTRIBUTE = 0x10  # as in MS-DOS
+_PICKLE = "data.pkl"
+_READ_BYTES = 256 << 10
 # Files up to this size are read instead of mapped, which is faster.
 _SMALL_FILE_BYTES = 16 << 20
-# The class in torch's text about an object that weights_only=True refuses.
-_REFUSED_CLASS = re.compile(r"GLOBAL ([\w.]+)")
+# zipfile's errors for damaged files; RuntimeError: a record claims to be encrypted, or
+# to need a newer version.
+_DAMAGE = (zipfile.BadZipFile, EOFError, struct.error, ValueError, OverflowError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class LoadOptions:
 
     Attributes:
         map_location: as for ``torch.load``, except that ``None`` leaves tensors on the
-            CPU.
+            CPU, and ``"rank"`` puts them onto the rank's own device.
         weights_only: as for ``torch.load``.
         verify: whether checksums are checked.
     """
@@ -53,200 +58,220 @@ class LoadOptions:
     verify: bool = True
 
 
-def placement(map_location: MapLocation) -> Placement:
-    """Return the function that places a tensor's storage according to ``map_location``.
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Convert errors in a block that reads a file to checkpoint errors.
 
-    ``None`` leaves all storages on the CPU; the model and its optimisers copy them to
-    their own devices. The returned function raises
-    :class:`~lightning_ddp_ext.errors.CheckpointError` if the device does not exist.
+    Args:
+        name: the user's name for the file.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # of the system, a store, torch, or a class in the file
+        raise CheckpointError(f"checkpoint {name} could not be read: {reason_of(error)}") from error
+
+
+class Archive:
+    """An open checkpoint file.
+
+    It stays the same file even if its name is removed or given to another file.
+
+    Args:
+        file: the file, open for reading while the archive is used.
+        name: the user's name for it.
+
+    Attributes:
+        name: the argument ``name``.
+        records: its records, in their order; empty if the file was written before torch
+            1.6, without checksums.
 
     Raises:
-        ConfigurationError: ``map_location`` is not a device, a mapping of devices, or a
-            callable.
+        DamagedCheckpointError: the file is empty, truncated, or not a checkpoint.
     """
-    chosen = _normalised(map_location)
 
-    def place(storage: UntypedStorage, location: str) -> UntypedStorage:
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self.name = name
+        self._file = file
+        self.records: list[ZipInfo] = []
+        beginning = file.read(len(_ZIP_SIGNATURE))
+        if beginning.startswith(_PICKLE_SIGNATURE):
+            return
+        size = file.seek(0, os.SEEK_END)
+        if beginning != _ZIP_SIGNATURE:
+            raise DamagedCheckpointError(
+                f"{name} is not a checkpoint: its {size} bytes begin with {beginning!r}, unlike"
+                " those of files written by torch.save; use an earlier checkpoint"
+            )
         try:
-            return _placed(storage, location, chosen)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".partition(". ")[0]
-            raise CheckpointError(
-                f"map_location={map_location!r} cannot place a tensor saved from {location}:"
-                f" {reason}; pass another one"
-            ) from error
+            self._zip = ZipFile(file)
+            self.records = self._zip.infolist()
+            if not all(map(_is_valid, self.records)):
+                raise zipfile.BadZipFile("a record has an invalid header")
+        except _DAMAGE as error:
+            raise DamagedCheckpointError(
+                f"checkpoint {name} is damaged: the zip directory at its end cannot be read"
+                f" ({error}); the file has {size} bytes and was probably truncated; use an earlier"
+                " checkpoint"
+            ) from None
 
-    return place
+    @property
+    def path(self) -> str:
+        """A path of the open file, valid in this process."""
+        return path_of(self._file.fileno())
+
+    @property
+    def status(self) -> os.stat_result:
+        """The current status of the file."""
+        return os.fstat(self._file.fileno())
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether every record has a checksum."""
+        return bool(self.records) and all(map(_has_crc, self.records))
+
+    def check(self, index: int = 0, count: int = 1) -> None:
+        """Check one of ``count`` shares of the records that have a checksum.
+
+        The file is read instead of mapped, because truncating a mapped file would kill
+        the process with SIGBUS.
+
+        Args:
+            index: the number of the share. The tensors are divided among the shares, and
+                all other records are in each of them.
+            count: the number of shares; 0 for a share without tensors.
+
+        Raises:
+            DamagedCheckpointError: records were altered or truncated; the error names
+                them.
+        """
+        tensors = [record for record in self.records if _is_tensor(record)]
+        others = [record for record in self.records if not _is_tensor(record)]
+        by_size = sorted(tensors, key=lambda record: record.file_size, reverse=True)
+        to_check = [*others, *(by_size[index::count] if count else [])]
+        damaged = tuple(_name(each) for each in to_check if not self._is_intact(each))
+        if damaged:
+            verb = "does" if len(damaged) == 1 else "do"
+            raise DamagedCheckpointError(
+                f"checkpoint {self.name} is damaged: {listed(damaged)} {verb} not match the"
+                " recorded CRC-32 checksum; use an earlier checkpoint, copy the file again, or"
+                " read it anyway with verify=False",
+                damaged=damaged,
+            )
+
+    def _is_intact(self, record: ZipInfo) -> bool:
+        """Whether a record matches its checksum, which zipfile compares at its end."""
+        if not _has_crc(record):
+            return True
+        try:
+            with self._zip.open(record) as content:
+                while content.read(_READ_BYTES):
+                    pass
+        except _DAMAGE:
+            return False
+        return True
+
+    def read_pickle(self) -> bytes:
+        """Return the pickled structure of an archive with checksums."""
+        [pickled] = [record for record in self.records if _name(record) == _PICKLE]
+        return self._zip.read(pickled)
 
 
-def _placed(storage: UntypedStorage, location: str, chosen: _MapLocation) -> UntypedStorage:
-    """Return a storage that was saved from ``location`` on its new device."""
-    target = location
-    if callable(chosen):
-        users_choice: UntypedStorage | None = chosen(storage, location)
-        if users_choice is not None:
-            return users_choice
-    elif isinstance(chosen, dict):
-        target = chosen.get(location, location)
-    else:
-        target = chosen
-    placed: UntypedStorage = default_restore_location(storage, target)
-    return placed
+def path_of(descriptor: int) -> str:
+    """Return a path of an open file, valid in this process."""
+    return f"/proc/self/fd/{descriptor}"
 
 
-def _normalised(map_location: MapLocation) -> _MapLocation:
-    """Return the name of a device, a dict of such names, or the user's callable."""
-    if map_location is None:
-        return "cpu"
-    if isinstance(map_location, (str, torch.device)):
-        return _device(map_location)
-    if isinstance(map_location, Mapping):
-        return {_device(old): _device(new) for old, new in map_location.items()}
-    if callable(map_location):
-        return map_location
-    raise ConfigurationError(
-        "map_location must be a device, a device name, a mapping of device names such as"
-        f" {{'cuda:0': 'cuda:1'}}, or a callable (got {map_location!r})"
-    )
+def _name(record: ZipInfo) -> str:
+    """Return a record's name without the top folder: ``data.pkl``, ``data/0``."""
+    return record.filename.partition("/")[2]
 
 
-def _device(name: Any) -> str:
-    try:
-        return str(torch.device(name))
-    except (RuntimeError, TypeError):
-        raise ConfigurationError(
-            f"map_location contains {name!r}, which is not a device; write a name such as 'cpu' or"
-            " 'cuda:0'"
-        ) from None
+def _is_tensor(record: ZipInfo) -> bool:
+    return _name(record).startswith("data/")
 
 
-def read(
+def _is_valid(record: ZipInfo) -> bool:
+    """Whether torch reads the record; for a directory, it uses uninitialised memory."""
+    is_directory = bool(record.external_attr & _DIRECTORY_ATTRIBUTE)
+    return record.compress_type == zipfile.ZIP_STORED and not is_directory
+
+
+def _has_crc(record: ZipInfo) -> bool:
+    """Whether a checksum was recorded.
+
+    It is zero after ``torch.serialization.set_crc32_options(False)``.
+    """
+    return record.CRC != 0 or record.file_size == 0
+
+
+def load(
     archive: Archive,
     options: LoadOptions,
+    device: torch.device,
     *,
     map_weights: bool = False,
     is_own_copy: bool = False,
 ) -> Any:
-    """Unpickle a checkpoint.
-
-    If ``options.verify`` is set, the caller must check its checksums.
+    """Return the content of a checkpoint file, which must stay open meanwhile.
 
     Args:
-        archive: the file.
+        archive: the file; its records are not checked.
         options: how to read it.
-        map_weights: whether weights in the ``state_dict`` may stay mapped from the
-            file, because the caller copies them into the model and drops them.
-            Everything else is copied into this process's own memory.
-        is_own_copy: whether the file is this process's own copy in memory; all tensors
-            then use that memory, so that none is there twice.
+        device: this rank's own device.
+        map_weights: whether the ``state_dict`` may be mapped from the file, for callers
+            that copy the weights into a model and drop them. Everything else is copied
+            into this process's own memory.
+        is_own_copy: whether the file is in this process's memory, so that all tensors
+            may use it.
 
     Raises:
-        DamagedCheckpointError: the file cannot be unpickled because its bytes are
-            wrong.
-        UnsafeCheckpointError: ``weights_only`` forbids a class in the file.
-        CheckpointError: a tensor cannot be placed, a class in the file cannot be
-            imported or raises, or this process cannot read the file.
+        Exception: torch's own error.
     """
+    map_location: Any = options.map_location
+    if map_location is None:
+        map_location = "cpu"
+    elif isinstance(map_location, str) and map_location == "rank":
+        map_location = device
+
+    def read(*, mmap: bool) -> Any:
+        return torch.load(
+            archive.path,
+            map_location=map_location,
+            weights_only=options.weights_only,
+            mmap=mmap and bool(archive.records),
+        )
+
     if is_own_copy:
         with set_default_mmap_options(MAP_SHARED):  # a change needs no memory either
-            return _load(archive, options, mmap=True)
+            return read(mmap=True)
     is_large = archive.status.st_size > _SMALL_FILE_BYTES
     if map_weights and options.map_location is None and is_large:
-        content = _load(archive, options, mmap=True)
+        content = read(mmap=True)
         try:
             return _with_own_memory_except_weights(content)
-        except Exception:  # the state_dict is missing, or some object cannot be pickled again
+        except Exception:  # the state_dict is missing, or some object cannot be copied
             del content
-    return _load(archive, options, mmap=False)
+    return read(mmap=False)
 
 
 def _with_own_memory_except_weights(content: Any) -> Any:
-    """Return a mapped checkpoint, or plain state dict, whose weights alone stay mapped."""
-    checkpoint = {"state_dict": content} if is_plain_state_dict(content) else content
-    state_dict = checkpoint["state_dict"]
-    weights = {name: value for name, value in state_dict.items() if _is_only_copied(name, value)}
-    without_weights = copy.copy(state_dict)  # of the same type, with the module versions
-    without_weights.update(dict.fromkeys(weights))  # keeps the order of names
-    pickled, storages = split({**checkpoint, "state_dict": without_weights})
-    copied = join(pickled, [storage.clone() for storage in storages])
-    copied["state_dict"].update(weights)
-    return copied if checkpoint is content else copied["state_dict"]
+    """Return a mapped checkpoint of which only the weights stay mapped."""
+    copies: dict[int, Any] = {}
+    own = copy.deepcopy({**content, "state_dict": None}, copies)
+    state_dict = content["state_dict"]
+    weights = [value for name, value in state_dict.items() if _is_only_copied(name, value)]
+    copies.update((id(weight), weight) for weight in weights)
+    own["state_dict"] = copy.deepcopy(state_dict, copies)
+    return own
 
 
 def _is_only_copied(name: str, value: Any) -> bool:
     """Whether loading the model copies the value and keeps no reference to it."""
-    is_plain = (
+    return (
         type(value) in (Tensor, nn.Parameter)
         and value.layout == torch.strided
         and not value.is_quantized
-    )
-    return is_plain and not name.endswith("_extra_state")
-
-
-def _load(archive: Archive, options: LoadOptions, *, mmap: bool) -> Any:
-    """Call ``torch.load``, and raise errors with a remedy.
-
-    Files from before torch 1.6 are never mapped.
-    """
-    place: Placement | str = "cpu"
-    if _normalised(options.map_location) != "cpu":
-        # Torch refuses functions for tensors of classes with __torch_dispatch__.
-        place = placement(options.map_location)
-    own_options: dict[str, Any] = {"map_location": place, "mmap": mmap and bool(archive.records)}
-    if options.weights_only is not None:
-        own_options["weights_only"] = options.weights_only
-    try:
-        return torch.load(archive.path, **own_options)
-    except CheckpointError:
-        raise
-    except Exception as error:  # damaged files and users' classes can raise any error
-        is_in_message = isinstance(error, pickle.UnpicklingError)
-        raise _explained(archive, error, options) from (None if is_in_message else error)
-
-
-def _explained(archive: Archive, error: Exception, options: LoadOptions) -> CheckpointError:
-    """Return the checkpoint error for an error that ``torch.load`` raised.
-
-    The file counts as damaged unless its checksums or the kind of error show otherwise.
-
-    Raises:
-        DamagedCheckpointError: a record other than a tensor was altered.
-    """
-    if is_system_error(error):
-        return unreadable(archive.name, error)
-    archive.check(())
-    if isinstance(error, pickle.UnpicklingError):
-        match = _REFUSED_CLASS.search(str(error))
-        if match:
-            return _unsafe(archive.name, error, match[1])
-        if archive.records and options.weights_only is not False:
-            return _unsafe(archive.name, error, None)
-    if isinstance(error, (ImportError, AttributeError)):  # of a class in the file
-        return unreadable(archive.name, error)
-    if archive.has_checksums and not _is_from_torchs_reader(error):
-        return unreadable(archive.name, error)
-    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return DamagedCheckpointError(
-        f"checkpoint {archive.name} cannot be unpickled: {reason}; use an earlier checkpoint"
-    )
-
-
-def _is_from_torchs_reader(error: Exception) -> bool:
-    """Whether torch's reader of archives raised the error.
-
-    It detects damage outside of the records, which no checksum covers.
-    """
-    raising_file = traceback.extract_tb(error.__traceback__)[-1].filename
-    return type(error) is RuntimeError and raising_file == torch.serialization.__file__
-
-
-def _unsafe(name: str, error: Exception, refused: str | None) -> UnsafeCheckpointError:
-    """Return the error for a class that ``weights_only`` refuses, if torch names one."""
-    content = refused or f"an object ({error})"
-    remedy = "pass weights_only=False"
-    if refused and "blocked" not in str(error):
-        remedy = f"call torch.serialization.add_safe_globals([{refused}]) first, or {remedy}"
-    return UnsafeCheckpointError(
-        f"checkpoint {name} contains {content}, which weights_only=True refuses; none of its code"
-        f" was run. If you trust the file, {remedy}"
+        and not name.endswith("_extra_state")
     )

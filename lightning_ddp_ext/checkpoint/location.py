@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +13,10 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError
+from lightning_ddp_ext.errors import CheckpointError
+from lightning_ddp_ext.ranks import reason_of
 
 PathOrUrl = str | Path
-
-_COPY_BUFFER = 8 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -54,14 +52,10 @@ def locate(path: PathOrUrl) -> Location:
     url = os.fspath(path)
     try:
         fs, inner = url_to_fs(url)
-    except ImportError as error:
-        raise CheckpointError(
-            f"checkpoint path {url!r} needs a library that is not installed: {error}"
-        ) from error
     except Exception as error:  # each kind of store raises its own errors
         raise CheckpointError(
-            f"checkpoint path {url!r} is not a valid path or URL ({type(error).__name__}: {error});"
-            " write it as /path/to/file or s3://bucket/key"
+            f"checkpoint path {url!r} cannot be used ({reason_of(error)}); write it as"
+            " /path/to/file or s3://bucket/key"
         ) from error
     return Location(fs, inner, url)
 
@@ -71,35 +65,11 @@ def on_local_disk(location: Location) -> Iterator[str]:
     """Yield a local path of the file, or of a temporary copy from an object store.
 
     Raises:
-        CheckpointNotFoundError: the object does not exist.
-        CheckpointError: the object cannot be fetched.
+        Exception: the store's own error.
     """
     if location.local is not None:
         yield str(location.local)
         return
     with tempfile.NamedTemporaryFile(prefix="checkpoint-") as file:
-        try:
-            _copy(location, file.name)
-        except FileNotFoundError:
-            raise CheckpointNotFoundError(
-                f"checkpoint {location.url} does not exist; pass the path of a file"
-            ) from None
-        except Exception as error:  # each kind of store raises its own errors
-            raise CheckpointError(
-                f"checkpoint {location.url} cannot be fetched: {type(error).__name__}: {error}"
-            ) from error
+        location.fs.get_file(location.path, file.name)
         yield file.name
-
-
-def _copy(location: Location, target: str) -> None:
-    """Copy the file to the local path ``target``, in parallel if the store can do that.
-
-    Otherwise, read it from its beginning to its end.
-    """
-    try:
-        location.fs.get_file(location.path, target)
-    except FileNotFoundError:
-        raise
-    except Exception:  # s3fs repeats an interrupted request only if a file is read
-        with location.fs.open(location.path, "rb") as source, open(target, "wb") as copy:
-            shutil.copyfileobj(source, copy, _COPY_BUFFER)

@@ -12,15 +12,12 @@ import os
 import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
-from zipfile import ZipInfo
 
 import torch
 from torch import Tensor
 
-from lightning_ddp_ext.checkpoint.archive import Archive, path_of, reading
-from lightning_ddp_ext.checkpoint.load import LoadOptions, read
+from lightning_ddp_ext.checkpoint.load import Archive, LoadOptions, load, path_of, reading
 from lightning_ddp_ext.checkpoint.location import Location, on_local_disk
 from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.ranks import Ranks
@@ -75,26 +72,18 @@ def restore(
             how = "mapped by every rank"
             readers = [rank for rank, each in enumerate(views) if each.host == view.host]
         assert archive is not None, "this rank sees the file"
-        shard = _shard(archive, readers.index(ranks.rank), len(readers))
+        opened = archive
         is_own_copy = bool(without_file) and ranks.rank != 0
-        check_and_read = partial(
-            _check_and_read,
-            archive,
-            shard,
-            options,
-            map_weights=map_weights,
-            is_own_copy=is_own_copy,
-        )
-        content = ranks.on_every_rank(check_and_read, f"reading {location.url}")
+        kinds = {"map_weights": map_weights, "is_own_copy": is_own_copy}
+
+        def check_and_load() -> Any:
+            with reading(location.url):
+                if options.verify:
+                    opened.check(readers.index(ranks.rank), len(readers))
+                return load(opened, options, ranks.device, **kinds)
+
+        content = ranks.on_every_rank(check_and_load, f"reading {location.url}")
     return Restored(content, how, options.verify and not of_rank_zero.has_checksums)
-
-
-def _check_and_read(
-    archive: Archive, shard: list[ZipInfo], options: LoadOptions, **how: bool
-) -> Any:
-    if options.verify:
-        archive.check(shard)
-    return read(archive, options, **how)
 
 
 @dataclass(frozen=True)
@@ -128,7 +117,7 @@ def _open(stack: ExitStack, location: Location, ranks: Ranks) -> tuple[Archive |
     try:
         with reading(location.url):
             path = stack.enter_context(on_local_disk(location))
-            archive = stack.enter_context(Archive.open(path, location.url))
+            archive = _open_archive(stack, path, location.url)
     except CheckpointError as error:  # the other ranks are waiting for the view
         return None, _View(host, error=error)
     status = archive.status
@@ -160,9 +149,8 @@ def _copy_from_rank_zero(
 
     path, content = ranks.on_every_rank(map_file, what)
     ranks.broadcast([content])
-    return ranks.on_every_rank(lambda: stack.enter_context(Archive.open(path, name)), what)
+    return ranks.on_every_rank(lambda: _open_archive(stack, path, name), what)
 
 
-def _shard(archive: Archive, index: int, count: int) -> list[ZipInfo]:
-    """Return the tensors that one of ``count`` ranks with the same content must check."""
-    return sorted(archive.tensors, key=lambda record: record.file_size, reverse=True)[index::count]
+def _open_archive(stack: ExitStack, path: str, name: str) -> Archive:
+    return Archive(stack.enter_context(open(path, "rb")), name)

@@ -1,11 +1,10 @@
-"""Write or remove a checkpoint: a local file directly, any other URL through fsspec."""
+"""Write or remove a checkpoint: a local file atomically, any other URL through fsspec."""
 
 from __future__ import annotations
 
-import errno
 import os
-import shutil
-from collections.abc import Iterator
+import secrets
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,112 +12,138 @@ from typing import Any
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_ddp_ext.checkpoint.atomic_file import (
-    NotDurableError,
-    Sink,
-    atomic_symlink,
-    atomic_write,
-    remove_leftovers,
-)
 from lightning_ddp_ext.checkpoint.location import Location, PathOrUrl, locate
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
+from lightning_ddp_ext.ranks import reason_of
 
-# What a failed save means for the file at its path.
-_UNTOUCHED = "an existing file is left untouched"
-_IN_PLACE = "the new file is complete and in place, but a power failure may still undo the save"
-_NOT_KNOWN = "whether an existing file is left untouched depends on the store"
-_REMEDY = "check its space and permissions, or save elsewhere"
+_WritePart = Callable[[memoryview], int | None]
 
 
 def write(checkpoint: Any, path: PathOrUrl) -> None:
     """Write ``checkpoint`` to ``path`` in torch's format.
 
     A local file is streamed, flushed to disk and then renamed in one step; if it cannot
-    be written, an existing file is unchanged. Temporary files left behind in its
-    directory by killed saves are removed. In a store behind fsspec, the checkpoint is
-    written within a transaction, which is aborted after an error. Stores with atomic
-    uploads (S3, GCS, Azure, memory) give the same guarantee, except that durability is
-    up to the store.
+    be written, an existing file is unchanged. In a store behind fsspec, the checkpoint is
+    written within a transaction. Stores with atomic uploads (S3, GCS, Azure, memory) give
+    the same guarantee, except that durability is up to the store.
 
     Args:
         checkpoint: anything that ``torch.save`` accepts.
         path: a path or URL; missing directories are created.
 
     Raises:
-        CheckpointSaveError: the file was not written or may not be durable; the message
-            describes the file at the path.
+        CheckpointSaveError: the file was not written.
     """
     location = locate(path)
-    if location.local is None:
-        opened = _upload(location)
-        outcome = _NOT_KNOWN
-    else:
-        opened = _local_file(location.local)
-        outcome = _UNTOUCHED
+    opened = _upload(location) if location.local is None else _atomic_file(location.local)
     try:
-        with _checksums(), opened as sink:
-            _save(checkpoint, sink)
-    except OSError as error:
-        if isinstance(error, NotDurableError):
-            outcome = _IN_PLACE
-        message = f"cannot save checkpoint {location.url}: {_explained(error)}; {outcome}"
-        raise CheckpointSaveError(message, path=location.url, errno=error.errno) from error
-    except Exception as error:
-        raise unwritable(path, error, outcome) from error
+        with _checksums(), opened as write_part:
+            _save(checkpoint, _Sink(write_part))
+    except Exception as error:  # of the system, the store, or pickle, which names the object
+        is_system_error = isinstance(error, OSError)
+        remedy = "; check its space and permissions, or save elsewhere" if is_system_error else ""
+        raise CheckpointSaveError(
+            f"cannot save checkpoint {location.url}: {_reason(error)}{remedy}",
+            path=location.url,
+            errno=getattr(error, "errno", None),
+        ) from error
 
 
-def _save(checkpoint: Any, sink: Sink) -> None:
+def remove(path: PathOrUrl) -> None:
+    """Remove a checkpoint file or directory; do nothing if it does not exist.
+
+    Raises:
+        CheckpointError: the checkpoint could not be removed.
+    """
+    location = locate(path)
+    try:
+        location.fs.rm(location.path, recursive=True)
+    except FileNotFoundError:
+        return
+    except Exception as error:  # each kind of store raises its own errors
+        raise CheckpointError(
+            f"cannot remove checkpoint {location.url}: {_reason(error)}"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or reason_of(error)
+
+
+def _save(checkpoint: Any, sink: _Sink) -> None:
     """Call ``torch.save``, and raise the sink's own error.
 
     torch would replace it, even a KeyboardInterrupt.
     """
     try:
         torch.save(checkpoint, sink)  # type: ignore[arg-type] # only needs write and flush
-    except Exception:
-        if sink.error is None:
-            raise
-        raise sink.error from None
+    finally:
+        if sink.error is not None:
+            raise sink.error from None
 
 
-@contextmanager
-def _local_file(path: Path) -> Iterator[Sink]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if _is_directory(path):  # raise before writing a gigabyte in vain
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    with suppress(OSError):  # leftover files are harmless
-        remove_leftovers(path.parent)
-    with atomic_write(path) as sink:
-        yield sink
+class _Sink:
+    """Writes all data that it gets, and keeps the error that stopped it.
 
-
-@contextmanager
-def _upload(location: Location) -> Iterator[Sink]:
-    """Upload what the block writes, or abort the upload if the block raises.
-
-    An upload that a store cannot be told to abort stays there.
+    Args:
+        write_part: writes data, and returns the number of bytes written, if not all.
     """
+
+    def __init__(self, write_part: _WritePart) -> None:
+        self._write_part = write_part
+        self.error: BaseException | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        if self.error is not None:
+            raise self.error  # torch writes again after an error
+        view = memoryview(data).cast("B")
+        size = len(view)
+        try:
+            while view:
+                written = self._write_part(view)
+                view = view[written or len(view) :]  # paramiko returns nothing (sftp://)
+        except BaseException as error:
+            self.error = error
+            raise
+        return size
+
+    def flush(self) -> None:
+        """Do nothing, because nothing is buffered here."""
+
+
+@contextmanager
+def _atomic_file(path: Path) -> Iterator[_WritePart]:
+    """Replace the file at ``path`` by what the block writes, unless the block raises."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".ddpx-{secrets.token_hex(8)}.partial")
+    # O_EXCL does not follow a link that another user may have created there.
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            yield lambda data: os.write(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)  # before the file is in place, since it may raise
+        partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+    with suppress(OSError):  # file systems may not support it; the directory may be unreadable
+        descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _upload(location: Location) -> Iterator[_WritePart]:
+    """Upload what the block writes, unless the block raises."""
     fs = location.fs
     fs.makedirs(fs._parent(location.path), exist_ok=True)
-    fs.start_transaction()
-    try:
-        file = fs.open(location.path, "wb")
-
-        def write_part(data: memoryview) -> int:
-            written: int | None = file.write(data)
-            return len(data) if written is None else written  # paramiko counts nothing (sftp://)
-
-        try:
-            yield Sink(write_part)
-        except BaseException:
-            file.forced = True  # HACK: fsspec then closes the file without uploading the rest
-            raise
-        finally:
-            file.close()
-    except BaseException:
-        with suppress(Exception):
-            fs.transaction.complete(commit=False)
-        raise
-    fs.end_transaction()
+    with fs.transaction, fs.open(location.path, "wb") as file:
+        yield file.write
 
 
 @contextmanager
@@ -130,66 +155,3 @@ def _checksums() -> Iterator[None]:
         yield
     finally:
         set_crc32_options(chosen)
-
-
-def remove(path: PathOrUrl) -> None:
-    """Remove a checkpoint file or directory; do nothing if it does not exist.
-
-    Raises:
-        CheckpointError: the checkpoint could not be removed.
-    """
-    location = locate(path)
-    local = location.local
-    try:
-        if local is None:
-            location.fs.rm(location.path, recursive=True)
-        elif _is_directory(local):
-            shutil.rmtree(local)
-        else:
-            local.unlink()
-    except FileNotFoundError:
-        return
-    except Exception as error:  # each kind of store raises its own errors
-        raise CheckpointError(
-            f"cannot remove checkpoint {location.url}: {_explained(error)}"
-        ) from error
-
-
-def link(target: PathOrUrl, path: PathOrUrl) -> None:
-    """Make ``path`` a symbolic link to the local file ``target`` in one step.
-
-    Raises:
-        CheckpointSaveError: the file system does not support links, or the path is a
-            directory.
-    """
-    local = locate(path).local
-    source = locate(target).local
-    assert local is not None, "Lightning refuses links elsewhere"
-    assert source is not None
-    try:
-        atomic_symlink(source, local)
-    except OSError as error:
-        message = (
-            f"cannot link checkpoint {path} to {target}: {error.strerror}; remove a directory at"
-            " that path, or use save_last=True to write a file"
-        )
-        raise CheckpointSaveError(message, path=path, errno=error.errno) from error
-
-
-def _is_directory(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
-
-
-def _explained(error: Exception) -> str:
-    """Return the system's or the store's reason, and the remedy."""
-    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-    return f"{reason}; {_REMEDY}"
-
-
-def unwritable(path: PathOrUrl, error: Exception, outcome: str = _UNTOUCHED) -> CheckpointSaveError:
-    """Return the error for a checkpoint that cannot be copied or pickled.
-
-    The error of pickle names the class of the object.
-    """
-    message = f"cannot save checkpoint {path}: {type(error).__name__}: {error}; {outcome}"
-    return CheckpointSaveError(message, path=str(path))

@@ -44,15 +44,26 @@ def save_if_furthest(
     with open(lock_of(path), "a+b", buffering=0) as file:
         _lock(file, time.monotonic() + seconds)
         file.seek(0)
-        saved_run, _, saved_batches = file.read().partition(b" ")
-        is_same_run = saved_run == run.encode()
-        if is_same_run and saved_batches.isdigit() and int(saved_batches) >= batches:
+        if _saved_batches(file.read(), run) >= batches:
             return False
         save()
         with suppress(OSError):  # if nothing is recorded, another survivor saves again
             file.truncate(0)
             file.write(f"{run} {batches}".encode())
         return True
+
+
+def has_saved(path: str, run: str) -> bool:
+    """Whether a survivor of this run has saved, as far as this host can see."""
+    with suppress(OSError):
+        return _saved_batches(Path(lock_of(path)).read_bytes(), run) >= 0
+    return False
+
+
+def _saved_batches(content: bytes, run: str) -> int:
+    """Return the number of batches that a survivor of this run has saved, or -1."""
+    saved_run, _, batches = content.partition(b" ")
+    return int(batches) if saved_run == run.encode() and batches.isdigit() else -1
 
 
 def lock_of(path: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_ddp_ext.checkpoint.archive import Archive, reading
+from lightning_ddp_ext.checkpoint.load import Archive, reading
 from lightning_ddp_ext.checkpoint.location import Location
 
 
@@ -22,17 +22,16 @@ def entry_of(location: Location, key: str) -> Any:
     be unpickled or has no checksums, as one from before torch 1.6.
 
     Raises:
-        CheckpointNotFoundError: the file does not exist.
         DamagedCheckpointError: the file is empty, truncated, altered, or not a
             checkpoint.
-        CheckpointError: the file cannot be read; the error of its file system is the
-            cause.
+        CheckpointError: the file is missing or cannot be read; the error of its file
+            system is the cause.
     """
     with reading(location.url), location.fs.open(location.path, "rb") as file:
         archive = Archive(file, location.url)
         if not archive.has_checksums:
             return None
-        archive.check(())
+        archive.check(count=0)
         pickled = archive.read_pickle()
     try:
         content = _Unpickler(io.BytesIO(pickled)).load()

@@ -1,6 +1,6 @@
 """Define the command ``lightning-ddp-ext``.
 
-Its subcommands describe this machine, test its ranks, and check checkpoint files.
+Its subcommands describe this machine and test its ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_ddp_ext import __version__
-from lightning_ddp_ext.cli.checkpoints import verify
 from lightning_ddp_ext.cli.environment import env
 from lightning_ddp_ext.cli.self_test import run_self_test
 
@@ -20,8 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with ``arguments``, by default those of this process, and exit.
 
     Raises:
-        SystemExit: status 0: success; 1: a file that is damaged, missing, unreadable or
-            has no checksums, invalid variables, or failed ranks; 2: wrong usage.
+        SystemExit: status 0: success; 1: invalid variables, or failed ranks; 2: wrong
+            usage.
     """
     options = vars(_parser().parse_args(arguments))
     run = options.pop("run")
@@ -52,11 +51,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     test_parser.add_argument("--accelerator", default="cpu", help="auto, cpu or gpu (default: cpu)")
     test_parser.add_argument("--init-method", help="init_method of the strategy")
-
-    group = commands.add_parser("checkpoint", help="check checkpoint files")
-    of_group = group.add_subparsers(metavar="COMMAND", required=True)
-    verifier = _add(of_group, "verify", verify, "check all checksums, and name the damaged records")
-    verifier.add_argument("paths", nargs="+", metavar="PATH", help="file or URL")
     return parser
 
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.seeding import seed_generators
+from lightning_ddp_ext.data.random_state import seed_generators
 
 _DATA = (Sampler, Dataset, DataLoader)
 _CONTAINERS = (list, tuple, dict)
@@ -144,23 +143,6 @@ def has_set_epoch(obj: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def samplers_set_by_lightning(loader: Any) -> list[Any]:
-    """Return the samplers in a loader that get the epoch from Lightning.
-
-    Lightning calls ``set_epoch`` on the loader's sampler and on that of its batch
-    sampler before the hooks of an epoch, in which users may set another number. Of
-    samplers that wrap others, only ours are known to pass it on.
-    """
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    found: list[Any] = []
-    for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
-        if isinstance(sampler, GlobalOrderSampler):
-            found += samplers_below(sampler)
-        elif has_set_epoch(sampler):
-            found.append(sampler)
-    return found
 
 
 def all_below(root: object) -> list[object]:

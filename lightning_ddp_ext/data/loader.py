@@ -14,10 +14,16 @@ from typing import Any
 
 import torch
 
-from lightning_ddp_ext.data.epochs import prepare_workers, samplers_set_by_lightning, set_epoch
+from lightning_ddp_ext.data.epochs import (
+    has_set_epoch,
+    prepare_workers,
+    samplers_below,
+    set_epoch,
+)
 from lightning_ddp_ext.data.loader_properties import is_stateful, iterates_as_torch, name_of
-from lightning_ddp_ext.data.position import OfRank, Position, position_of
+from lightning_ddp_ext.data.position import OrderOfRank, Position, position_of
 from lightning_ddp_ext.data.proxy import iterable_of, own_copy, show
+from lightning_ddp_ext.data.samplers import GlobalOrderSampler
 
 StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
 
@@ -43,6 +49,7 @@ class DistributedLoader:
         length: the number of batches that replaces the loader's own length; ``None`` to
             keep it.
         start_evaluation: given the loader inside, starts an evaluation's iterator over it.
+        has_seeded_kept_workers: whether workers persist, and have been seeded.
         on_iterator: called with this loader when an iterator is created, if given.
 
     >>> loader = DistributedLoader([1, 2], lambda loader, iterator: iter(loader.loader))
@@ -63,7 +70,7 @@ class DistributedLoader:
         self.on_iterator: Callable[[DistributedLoader], object] | None = None
         self._epoch = -1  # of the objects inside
         self._worker_seeds = UnsentGenerator()
-        self._has_seeded_kept_workers = False
+        self.has_seeded_kept_workers = False
 
     def copy_loader(self) -> None:
         """Read a copy, which can be changed, even of a loader with a state."""
@@ -76,18 +83,14 @@ class DistributedLoader:
         """
         return show(self.loader, self)
 
-    def set_epoch(
-        self, epoch: int, *, is_set_by_lightning: bool = False, again: bool = False
-    ) -> None:
+    def set_epoch(self, epoch: int, *, is_set_by_lightning: bool = False) -> None:
         """Set the epoch of the objects in the loader, once, since they may count calls.
 
         Args:
             epoch: from 0.
             is_set_by_lightning: whether Lightning has set its samplers' epoch.
-            again: whether to set the same epoch a second time, because the loader was
-                read in part and the epoch begins anew.
         """
-        if epoch != self._epoch or again:
+        if epoch != self._epoch:
             self._epoch = epoch
             is_set = samplers_set_by_lightning(self.loader) if is_set_by_lightning else ()
             set_epoch(self.loader, epoch, except_for=is_set)
@@ -97,9 +100,9 @@ class DistributedLoader:
 
         Torch draws nothing if workers persist from an earlier iterator.
         """
-        if not _draws_seed_on_cpu(self.loader) or self._has_seeded_kept_workers:
+        if not _draws_seed_on_cpu(self.loader) or self.has_seeded_kept_workers:
             return
-        self._has_seeded_kept_workers = self.loader.persistent_workers
+        self.has_seeded_kept_workers = self.loader.persistent_workers
         source = self.loader.generator or torch.default_generator
         self._worker_seeds.set_state(source.get_state())
         torch.empty((), dtype=torch.int64).random_(generator=source)
@@ -159,7 +162,7 @@ class TrainingLoader(DistributedLoader):
     """
 
     position: Position
-    ranks: OfRank
+    ranks: OrderOfRank
 
     def __init__(
         self, source: Any, start_iterator: StartIterator, *, is_dealt: bool = False
@@ -168,7 +171,7 @@ class TrainingLoader(DistributedLoader):
         self.name = name_of(self.loader)
         self.start_epoch(-1)
 
-    def make_position(self, ranks: OfRank, read_ahead: int) -> None:
+    def make_position(self, ranks: OrderOfRank, read_ahead: int) -> None:
         """Find out how an epoch can continue, see :func:`~.position.position_of`."""
         self.ranks = ranks
         self.position = position_of(self.loader, ranks, read_ahead)
@@ -273,6 +276,23 @@ def _draws_seed_on_cpu(loader: Any) -> bool:
     generator = loader.generator
     has_cpu_generator = generator is None or generator.device.type == "cpu"
     return has_cpu_generator and torch.get_default_device().type == "cpu"
+
+
+def samplers_set_by_lightning(loader: Any) -> list[Any]:
+    """Return the samplers in a loader that get the epoch from Lightning.
+
+    Lightning calls ``set_epoch`` on the loader's sampler and on that of its batch
+    sampler before the hooks of an epoch, in which users may set another number. Of
+    samplers that wrap others, only ours are known to pass it on.
+    """
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    found: list[Any] = []
+    for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
+        if isinstance(sampler, GlobalOrderSampler):
+            found += samplers_below(sampler)
+        elif has_set_epoch(sampler):
+            found.append(sampler)
+    return found
 
 
 def source_of(loader: Any) -> Any:

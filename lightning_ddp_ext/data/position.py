@@ -23,42 +23,46 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
 from lightning_ddp_ext.data.epochs import samplers_below
-from lightning_ddp_ext.data.global_order import (
-    GlobalOrderSampler,
-    checksum_of,
-    copy_of_collection,
-)
 from lightning_ddp_ext.data.loader_properties import (
     each_of,
     index_sampler_of,
     is_stateful,
     length_or_inf,
 )
+from lightning_ddp_ext.data.proxy import make_permanent
 from lightning_ddp_ext.data.random_state import (
     generators_of,
+    mix,
     preserve_random_state,
     record_random_state,
     restore_random_state,
+    seeded,
 )
-from lightning_ddp_ext.data.resampled import make_permanent
-from lightning_ddp_ext.data.seeding import mix, seeded
+from lightning_ddp_ext.data.samplers import (
+    GlobalOrderSampler,
+    checksum_of,
+    copy_of_collection,
+)
 
 _BLOCK = 64  # batches that are drawn at a time, because changing random states is slow
 _OTHER_ORDER = "draws another order than before the checkpoint was saved"
 
 
-class OfRank(Protocol):
+@dataclass
+class OrderOfRank:
     """What determines this rank's orders.
 
     Attributes:
-        seed: the seed for the order of samples, the same on all ranks.
+        seed: the seed for the order of samples, the same on all ranks. It changes when a
+            checkpoint is restored.
         rank: this rank.
         world_size: the number of ranks.
     """
@@ -82,7 +86,7 @@ class Position:
 
     reason: str | None = "yields batches in an order that cannot be drawn again"
 
-    def __init__(self, loader: Any, ranks: OfRank, read_ahead: int) -> None:
+    def __init__(self, loader: Any, ranks: OrderOfRank, read_ahead: int) -> None:
         self.loader = loader
         self._ranks = ranks
         self._read_ahead = read_ahead
@@ -118,7 +122,7 @@ class Position:
         return self.reason
 
 
-def position_of(loader: Any, ranks: OfRank, read_ahead: int) -> Position:
+def position_of(loader: Any, ranks: OrderOfRank, read_ahead: int) -> Position:
     """Return the position in a loader, of the class that the loader allows."""
     kind: type[Position] = Position
     if is_stateful(loader):
@@ -210,52 +214,50 @@ class IndexPosition(Position):
 
     reason = None
 
-    def __init__(self, loader: Any, ranks: OfRank, read_ahead: int) -> None:
+    def __init__(self, loader: Any, ranks: OrderOfRank, read_ahead: int) -> None:
         super().__init__(loader, ranks, read_ahead)
         self._sampler = make_permanent(loader)
         self._order: DrawnOrder | None = None
         self._restored: Iterator[Any] | None = None
 
     def _order_of(self, epoch: int, number: int) -> DrawnOrder:
-        ranks = self._ranks
-        return DrawnOrder(self._sampler.batch_sampler, mix(ranks.seed, epoch, ranks.rank, number))
-
-    def _draw(self, epoch: int, number: int) -> Iterator[Any]:
-        # A generator, so that the order is drawn when its first item is requested.
-        self._order = self._order_of(epoch, number)
-        yield from self._order
+        """Return the order of an iterator: the one that is being drawn, or a new one."""
+        seed = mix(self._ranks.seed, epoch, self._ranks.rank, number)
+        if self._order is not None and self._order.seed == seed:
+            return self._order
+        return DrawnOrder(self._sampler.batch_sampler, seed)
 
     @override
     def iterate(self, epoch: int, number: int, place: int) -> Iterator[Any]:
-        indices = self._restored or self._draw(epoch, number)
+        indices = self._restored
         self._restored = None
+        if indices is None:
+            self._order = None  # the epoch may start again
+            self._order = self._order_of(epoch, number)
+            indices = iter(self._order)
         self._sampler.draw_next_by(lambda: indices)
         return iter(self.loader)
 
     @override
     def state_at(self, epoch: int, number: int, place: int) -> dict[str, Any]:
-        ranks = self._ranks
-        order = self._order
-        if order is None or order.seed != mix(ranks.seed, epoch, ranks.rank, number):
-            order = self._order_of(epoch, number)  # this iterator has ended
+        order = self._order_of(epoch, number)
+        if order is not self._order:  # this iterator has ended
             deque(islice(order, place), maxlen=0)
-        return {
-            "rank": ranks.rank,
-            "ranks": ranks.world_size,
-            "blocks": order.blocks,
-            "drawn": order.fingerprint,
-        }
+        ranks = self._ranks
+        drawn = {"blocks": order.blocks, "drawn": order.fingerprint}
+        return {"rank": ranks.rank, "ranks": ranks.world_size, **drawn}
 
     @override
     def restore(self, epoch: int, number: int, place: int, state: dict[str, Any]) -> str | None:
         if state.get("ranks") != self._ranks.world_size:
             now = self._ranks.world_size
             return f"was read by {state.get('ranks')} ranks, and is now read by {now}"
-        self._order = order = self._order_of(epoch, number)
+        order = self._order_of(epoch, number)
         is_own = state["rank"] == self._ranks.rank  # and not of a rank that saved alone
-        blocks = list(islice(order.each_block(), state["blocks"] if is_own else 0))
+        blocks = list(islice(order.rest, state["blocks"] if is_own else 0))
         if is_own and order.fingerprint != state["drawn"]:
             return _OTHER_ORDER
+        self._order = order
         self._restored = islice(chain(chain.from_iterable(blocks), order), place, None)
         return None
 
@@ -269,7 +271,7 @@ class StatePosition(Position):
 
     reason = None
 
-    def __init__(self, loader: Any, ranks: OfRank, read_ahead: int) -> None:
+    def __init__(self, loader: Any, ranks: OrderOfRank, read_ahead: int) -> None:
         super().__init__(loader, ranks, read_ahead)
         self._states: deque[tuple[int, Any]] = deque(maxlen=read_ahead)
         self._read = 0  # batches in the newest iterator
@@ -335,6 +337,7 @@ class DrawnOrder:
 
     Attributes:
         seed: the argument.
+        rest: the blocks that are not drawn yet; the first one is drawn when requested.
         blocks: the number of blocks drawn.
         fingerprint: the checksum of all indices drawn.
 
@@ -345,28 +348,27 @@ class DrawnOrder:
     """
 
     def __init__(self, sampler: Iterable[Any], seed: int) -> None:
-        owners = samplers_below(sampler)
         self.seed = seed
         self.blocks = 0
         self.fingerprint = 0
-        self._generators = generators_of(*owners)
-        with seeded(seed, *owners):
-            self._indices = iter(sampler)
-            self._random_state = record_random_state(self._generators)
+        self.rest = self._draw(sampler)
 
-    def each_block(self) -> Iterator[list[Any]]:
-        """Yield the rest of the indices, in blocks."""
-        while block := self._draw():
+    def _draw(self, sampler: Iterable[Any]) -> Iterator[list[Any]]:
+        owners = samplers_below(sampler)
+        generators = generators_of(*owners)
+        with seeded(self.seed, *owners):
+            indices = map(copy_of_collection, iter(sampler))
+            random_state = record_random_state(generators)
+        while True:
+            with preserve_random_state(generators):
+                restore_random_state(random_state, generators)
+                block = list(islice(indices, _BLOCK))
+                random_state = record_random_state(generators)
+            if not block:
+                return
             self.blocks += 1
             self.fingerprint = checksum_of(block, self.fingerprint)
             yield block
 
-    def _draw(self) -> list[Any]:
-        with preserve_random_state(self._generators):
-            restore_random_state(self._random_state, self._generators)
-            block = list(map(copy_of_collection, islice(self._indices, _BLOCK)))
-            self._random_state = record_random_state(self._generators)
-        return block
-
     def __iter__(self) -> Iterator[Any]:
-        return chain.from_iterable(self.each_block())
+        return chain.from_iterable(self.rest)

@@ -1,15 +1,19 @@
-"""Copy a user's object, or show it through a proxy of its class with another iterator."""
+"""Copy a user's object, or show it through a proxy of its class with another iterator.
+
+So a copy of a loader can read other indices, and still shows the user's own sampler.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.data.epochs import forget_workers
+from lightning_ddp_ext.data.loader_properties import index_sampler_of
 
 T = TypeVar("T")
 
@@ -139,3 +143,56 @@ def _proxy_class(original: type) -> type:
         return type(original.__name__, (Proxy, original), namespace)
     except TypeError:  # it has slots, is implemented in C, or cannot have subclasses
         return type(original.__name__, (Proxy,), namespace)
+
+
+class PermanentBatchSampler:
+    """Yields the items of another sampler, or those set for the next iterator.
+
+    A loader keeps the same object in all epochs, because torch's persistent workers
+    keep the sampler of the first iterator. The length is that of a whole epoch, because
+    loops count batches from the beginning of the epoch.
+
+    Args:
+        batch_sampler: a batch sampler, or a sampler if the loader does not make
+            batches.
+
+    >>> sampler = PermanentBatchSampler(["a", "b", "c"])
+    >>> sampler.draw_next_by(lambda: iter(["c"]))
+    >>> list(sampler), list(sampler), len(sampler)
+    (['c'], ['a', 'b', 'c'], 3)
+    """
+
+    def __init__(self, batch_sampler: Iterable[Any]) -> None:
+        self.batch_sampler = batch_sampler
+        self._draw: Callable[[], Iterator[Any]] | None = None
+
+    def draw_next_by(self, draw: Callable[[], Iterator[Any]]) -> None:
+        """Make the next iterator yield the items of ``draw()``.
+
+        ``draw`` is called when the first item is requested.
+        """
+        self._draw = draw
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator, because a loader with workers creates two iterators and reads the second.
+        draw = self._draw
+        self._draw = None
+        yield from self.batch_sampler if draw is None else draw()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+
+def make_permanent(
+    loader: DataLoader[Any], items: Iterable[Any] | None = None
+) -> PermanentBatchSampler:
+    """Wrap the index sampler of one of our loaders, and return the wrapper.
+
+    If ``items`` is given, the loader reads these, and still shows its own sampler.
+    """
+    index_sampler = index_sampler_of(loader)
+    permanent = PermanentBatchSampler(index_sampler if items is None else items)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    # A DataLoader refuses to change it.
+    object.__setattr__(loader, name, show(index_sampler, permanent))
+    return permanent

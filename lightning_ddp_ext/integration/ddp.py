@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_ext.reductions.gradients import average_gradients
+from lightning_ddp_ext.errors import DivergenceError
+from lightning_ddp_ext.rank_lists import listed
 
+from .named_calls import enter_call
+from .private.compat import comm_hooks_of, unwrap_ddp
+from .private.lightning_tree import rank_zero_warn
 from .start.devices import RankDevicesStrategy
 
 CommHook = Callable[..., Any]
@@ -30,6 +37,10 @@ class GradientAveraging:
         hook: averages the gradients of a bucket, if given.
         wrapper: wraps the hook, if given.
         state: what DDP passes to the hook.
+
+    Attributes:
+        frozen: the parameters that DDP leaves out because they were frozen when it was
+            built, by name; empty on a single rank, which averages nothing.
     """
 
     def __init__(
@@ -44,9 +55,9 @@ class GradientAveraging:
         self._hook = hook
         self._wrapper = wrapper
         self._state = state
-        # The module's parameters when DDP was built, without those that DDP ignores.
-        self._trainable_names: list[str] = []  # in DDP's order, as its error numbers them
-        self._frozen: list[Parameter] = []
+        self._averaged: dict[str, Parameter] = {}  # in DDP's order, as its error numbers them
+        self._is_accumulating = False  # since the last backward pass
+        self.frozen: dict[str, Parameter] = {}
 
     def on_ddp_formed(self) -> None:
         """Record which parameters DDP averages, and register the comm hook on CPU.
@@ -58,28 +69,96 @@ class GradientAveraging:
         if module is None:  # a user forms DDP without a Trainer
             module = ddp.module
         ignored = getattr(ddp, "parameters_to_ignore", ())
-        averaged = {
-            name: parameter for name, parameter in module.named_parameters() if name not in ignored
-        }
-        self._trainable_names = [name for name, each in averaged.items() if each.requires_grad]
-        self._frozen = [each for each in averaged.values() if not each.requires_grad]
+        is_averaged = isinstance(ddp, DistributedDataParallel) and self._strategy.world_size > 1
+        self._averaged = {}
+        self.frozen = {}
+        self._is_accumulating = False
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and name not in ignored:
+                self._averaged[name] = parameter
+            elif is_averaged and name not in ignored:
+                self.frozen[name] = parameter
         if self._hook is not None and self._strategy.root_device.type == "cpu":
             hook = self._hook if self._wrapper is None else self._wrapper(self._hook)
-            ddp.register_comm_hook(self._state, hook)
+            self._register(ddp, hook)
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Run a backward pass in the block, then average gradients that DDP leaves out.
+    def _register(self, ddp: Any, hook: CommHook) -> None:
+        """Register the comm hook on CPU, or warn why it only works on GPUs."""
+        reason = None
+        state = self._state
+        lacks_group = (
+            isinstance(state, PostLocalSGDState)
+            and state.post_local_gradient_allreduce
+            and state.subgroup is None
+        )
+        if lacks_group:
+            reason = "its PostLocalSGDState needs subgroup="
+        else:
+            try:
+                ddp.register_comm_hook(state, hook)
+            except Exception as error:
+                reason = str(error)
+        if reason is not None:
+            name = getattr(hook, "__name__", repr(hook))
+            rank_zero_warn(f"ddp_comm_hook {name} is left out on CPU: {reason}")
 
-        DDP ignores parameters that were frozen when it was built, also if they are unfrozen
-        later. Collective if there are such ones, unless the gradients of this step are only
-        accumulated. See https://github.com/Lightning-AI/pytorch-lightning/issues/20340.
+    # Parameters that are unfrozen during training; see
+    # https://github.com/Lightning-AI/pytorch-lightning/issues/20340.
+
+    def include_unfrozen(self) -> None:
+        """Build DDP again before a step, if parameters were unfrozen after it was built.
+
+        It then averages these as well. Collective if there are such parameters.
+
+        Raises:
+            DivergenceError: DDP would leave out gradients of earlier batches.
         """
-        unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
-        yield  # a hook may freeze them again
-        is_synced = getattr(self._strategy.model, "require_backward_grad_sync", True)
-        if unfrozen and is_synced and self._strategy.world_size > 1:
-            average_gradients(unfrozen)
+        unfrozen = self._unfrozen()
+        if not unfrozen:
+            return
+        finds_unused = getattr(self._strategy.model, "find_unused_parameters", False)
+        if self._is_accumulating and finds_unused:
+            # A new DDP takes parameters for unused if only earlier batches used them.
+            raise _refusal(unfrozen, "the first batch whose gradients are accumulated")
+        remedy = "unfreeze the same parameters on every rank, before the same step"
+        enter_call(f"a step that trains the unfrozen {listed(unfrozen)}", remedy=remedy)
+        hooks = comm_hooks_of(self._strategy.model)
+        # DDP keeps parameters that are frozen only for a while, as those of a GAN.
+        frozen_now = [each for each in self._averaged.values() if not each.requires_grad]
+        self._wait_for_gpu()
+        unwrap_ddp(self._strategy)
+        for parameter in frozen_now:
+            parameter.requires_grad_(True)
+        self._strategy.configure_ddp()
+        for parameter in frozen_now:
+            parameter.requires_grad_(False)
+        self._wait_for_gpu()
+        ddp: Any = self._strategy.model
+        if not comm_hooks_of(ddp):
+            for state, hook in hooks:  # registered by user code
+                ddp.register_comm_hook(state, hook)
+        if isinstance(self._state, PowerSGDState):
+            _restart(self._state)
+
+    def refuse_unfrozen(self) -> None:
+        """Raise before a backward pass if parameters were unfrozen within the step.
+
+        Raises:
+            DivergenceError: DDP would not average their gradients.
+        """
+        unfrozen = self._unfrozen()
+        if unfrozen:
+            raise _refusal(unfrozen, "a training step")
+        ddp: Any = self._strategy.model
+        self._is_accumulating = not ddp.require_backward_grad_sync
+
+    def _unfrozen(self) -> list[str]:
+        return [name for name, parameter in self.frozen.items() if parameter.requires_grad]
+
+    def _wait_for_gpu(self) -> None:
+        """Wait for all streams, since Lightning builds DDP in one of its own."""
+        if self._strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(self._strategy.root_device)
 
     def name_unused(self, error: BaseException, message: str) -> None:
         """Prepend names and a remedy to DDP's message about unused parameters.
@@ -93,16 +172,33 @@ class GradientAveraging:
         if unused is None or "find_unused_parameters" not in message:
             return
         rank, numbers = unused.groups()
-        names = [
-            self._trainable_names[int(number)]
-            for number in numbers.split()
-            if int(number) < len(self._trainable_names)
-        ]
+        averaged = [*self._averaged]
+        names = [averaged[int(each)] for each in numbers.split() if int(each) < len(averaged)]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         sentence = (
-            f"rank {rank} did not use these parameters to compute the loss that training_step"
-            f" returned: {', '.join(names[:_SHOWN])}{more}; DDP waits for their gradients. If this"
-            " is intended, choose strategy='ddp_ext_find_unused_parameters_true', or"
+            f"a backward pass on rank {rank} did not reach these parameters:"
+            f" {', '.join(names[:_SHOWN])}{more}; DDP waits for their gradients in each backward"
+            " pass. If the loss is not to depend on them, choose"
+            " strategy='ddp_ext_find_unused_parameters_true', or"
             " DDPExtStrategy(find_unused_parameters=True)"
         )
         error.args = (f"{sentence}\n{message}",)
+
+
+def _refusal(unfrozen: list[str], too_late: str) -> DivergenceError:
+    return DivergenceError(
+        f"{listed(unfrozen)} must be unfrozen before {too_late}, because DDP would not average"
+        " all of their gradients; unfreeze parameters in on_train_batch_start or"
+        " on_train_epoch_start, or with a callback such as BackboneFinetuning",
+        names=tuple(unfrozen),
+    )
+
+
+def _restart(state: PowerSGDState) -> None:
+    """Make PowerSGD average without compression until DDP has its final buckets.
+
+    DDP changes them after its first step, and the state has a tensor for each bucket.
+    """
+    state.iter = min(state.iter, state.start_powerSGD_iter - 2)
+    for by_bucket in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+        by_bucket.clear()

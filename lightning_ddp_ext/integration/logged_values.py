@@ -1,25 +1,24 @@
 """Reduce values of ``self.log(..., sync_dist=True)`` across ranks.
 
-Lightning calls ``Strategy.reduce`` for each value. The place of the call determines
-when the ranks communicate, and what the call returns:
+Lightning calls ``Strategy.reduce`` for each value. A value that is logged in a step is
+queued, and the call returns a tensor that is reduced before its first use, so no reader
+sees a value of one rank alone. All other values, such as those of an epoch, and tensors
+that are not logged, are reduced in the call.
 
-===================  =================================================================
-in a step            At the end of the step, or at the first read of a value, for all
-                     values of the step together (``step_values``). The call returns a
-                     tensor that is reduced before its first use (``pending``), so
-                     no reader sees a value of one rank alone.
-when an epoch ends   At the first call, for all values of the epoch together
-                     (``epoch_values``). The call returns the result.
-anywhere else        In the call, which returns the result.
-===================  =================================================================
+A rank sends its queue to the others in an **exchange**, a collective call. It makes one
+when its step ends, and earlier if it reads a queued value, or before the strategy
+communicates for another reason.
 
-Tensors that are not logged, and logged values that cannot be batched, such as those of
-a group of ranks, are also reduced in the call.
+Ranks may read at different times, so one may send more values than another. An exchange
+reduces the first values, as many as every rank has sent. The ranks then exchange again:
+a rank that has sent more waits for the others, which join it at the latest when their
+step ends. A rank that sends no values has therefore logged none that are left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,17 +29,20 @@ from torch import Tensor
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import is_gloo
 from lightning_ddp_ext.reductions.all_reduce import all_reduce
-from lightning_ddp_ext.reductions.batched import Exchange, Value, can_batch, reduce_common
+from lightning_ddp_ext.reductions.batched import (
+    PendingTensor,
+    Value,
+    can_batch,
+    reduce_common,
+)
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.stacks import call_site
 
 from .checkpoints.collective import Checkpoints
 from .data.evaluation import Evaluation
-from .epoch_values import EpochValues, name_of
 from .named_calls import report_step
 from .private.compat import is_computing_epoch, result_reduced_by, trainer_of
 from .start.devices import RankDevicesStrategy
-from .step_values import StepValues
 
 
 class Reduction:
@@ -84,25 +86,43 @@ class LoggedValues:
 
     def start_run(self) -> None:
         """Reset the state, because an earlier run may have stopped anywhere."""
-        self._step_values = StepValues(self._reduce)
-        self._epoch_values = EpochValues(self._strategy, self._reduce)
+        self._queue: list[PendingTensor] = []  # the values that this rank has logged
+        self._is_in_step = False
+        # Whether every rank makes another exchange in this step, even without values.
+        self._needs_another = False
+        # Whether every rank makes it because the training step before logged values.
+        self._is_expected = False
+        # Evaluation does not change this, since some ranks may have no evaluation step.
+        self._is_logged_in_training = False
 
     @contextmanager
     def step(self, *, is_training: bool) -> Iterator[None]:
         """Run a step in the block, and reduce the values that it has logged.
 
-        See :meth:`StepValues.step`.
+        Collective if it logged any, and in a training step if the one before did.
         """
         if is_training:
             report_step()
-        with self._step_values.step(is_training=is_training):
+            self._needs_another = self._is_logged_in_training
+            self._is_expected = self._is_logged_in_training
+            self._is_logged_in_training = False
+        self._is_in_step = True
+        try:
             yield
+            while self._needs_another or self._queue:
+                self._exchange_queue()
+        finally:
+            self._is_in_step = False
+            for pending in self._queue:  # only after an exception
+                pending.settle(math.nan)
+            self._queue = []
         if is_training:
             report_step()  # so that a rank without values is named when the others reduce theirs
 
     def flush(self) -> None:
         """Reduce the values that are queued. Collective if there are any."""
-        self._step_values.flush()
+        while self._queue:
+            self._exchange_queue()
 
     def reduce(self, tensor: Any, group: Any, reduce_op: Any, reduction: Reduction) -> Any:
         """Reduce a tensor for :meth:`Reduction.__call__`. Collective.
@@ -116,32 +136,42 @@ class LoggedValues:
         is_connected = dist.is_initialized() and not self._checkpoints.is_handling_exception
         if not is_connected or not isinstance(tensor, Tensor):
             return tensor
-        result = self._result_of(reduction)
-        is_of_all_ranks = group is None and self._strategy.world_size > 1
-        if result is None or not is_of_all_ranks or not can_batch(tensor, reduce_op):
-            self.flush()
-            return all_reduce(tensor, group, reduce_op, idle_ranks=self._evaluation.idle_ranks)
-        if is_computing_epoch(self._strategy.current_trainer):
-            return self._epoch_values.reduce_next(result)
-        value = Value(name_of(result), reduce_op, tensor)
-        if not self._step_values.is_running:
-            return self._reduce([value], is_last=True).results[0]
-        pending = self._step_values.add(value)
-        if result.meta.enable_graph:  # Lightning shows this value itself, and not a detached one
-            self.flush()
-        return pending
-
-    def _result_of(self, reduction: Reduction) -> Any:
-        """Return the logged value that calls a reduction; ``None`` for other code."""
         trainer = trainer_of(self._strategy.lightning_module)
         if reduction.result is None and trainer is not None:
             reduction.result = result_reduced_by(trainer, reduction)
-        return reduction.result
+        is_logged = reduction.result is not None and can_batch(tensor, reduce_op)
+        if not is_logged or group is not None or self._strategy.world_size == 1:
+            self.flush()
+            return all_reduce(tensor, group, reduce_op, idle_ranks=self._evaluation.idle_ranks)
+        meta = reduction.result.meta
+        name = meta.forked_name(on_step=not is_computing_epoch(trainer))
+        value = Value(f"{meta.fx}.{name}", reduce_op, tensor)
+        if not self._is_in_step:
+            # Every rank reduces the number of samples of a mean right after their sum.
+            is_second = tensor is getattr(reduction.result, "cumulated_batch_size", None)
+            [result], _ = self._exchange([value], is_expected=is_second)
+            return result
+        pending = PendingTensor.of(value, self.flush)
+        self._queue.append(pending)
+        self._is_logged_in_training = self._is_logged_in_training or trainer.training
+        return pending
 
-    def _reduce(self, values: list[Value], *, is_last: bool, is_expected: bool = False) -> Exchange:
-        """Reduce logged values, after waiting until all ranks do.
+    def _exchange_queue(self) -> None:
+        """Reduce the first queued values, as many as all ranks have sent. Collective."""
+        values = [pending.value for pending in self._queue]
+        results, self._needs_another = self._exchange(values, is_expected=self._is_expected)
+        # Another rank may have sent fewer values.
+        for pending, result in zip(self._queue, results, strict=False):
+            pending.settle(result)
+        del self._queue[: len(results)]
+        self._is_expected = self._is_expected and self._needs_another
 
-        The wait is skipped if the reduction is expected. Collective.
+    def _exchange(
+        self, values: Sequence[Value], *, is_expected: bool = False
+    ) -> tuple[list[Tensor], bool]:
+        """Reduce the first values, after waiting until all ranks do.
+
+        The wait is skipped if the exchange is expected. See ``reduce_common``. Collective.
         """
         context = current()
         device = self._strategy.root_device
@@ -155,9 +185,7 @@ class LoggedValues:
             if uses_gloo:  # other code's collectives must not mix with these
                 group = context.new_group(backend="gloo", purpose="logged values")
         idle_ranks = self._evaluation.idle_ranks
-        exchange = reduce_common(
-            values, is_last=is_last, device=message_device, group=group, idle_ranks=idle_ranks
-        )
+        reduced = reduce_common(values, device=message_device, group=group, idle_ranks=idle_ranks)
         if context is not None:
             context.peers.check()  # an aborted collective of NCCL returns arbitrary numbers
-        return exchange
+        return reduced

@@ -5,11 +5,11 @@ from .callbacks.rank_consistency import RankConsistency
 from .callbacks.rank_debugger import RankDebugger
 from .callbacks.rank_zero_checkpoint import RankZeroCheckpoint
 from .callbacks.sampler_epoch_seeding import SamplerEpochSeeding
-from .callbacks.sync_batchnorm_conversion import SyncBatchNormConversion
 from .checkpoints.checkpoint_io import RankZeroCheckpointIO
 from .data.predictions import gather_predictions
 from .private.lightning_tree import pl
 from .strategy import DDPExtStrategy
+from .sync_batchnorm import SyncBatchNormConversion
 
 __all__ = [
     "DDPExtStrategy",

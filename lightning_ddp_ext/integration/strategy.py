@@ -45,10 +45,8 @@ from .checkpoints.collective import Checkpoints
 from .checkpoints.run_files import RunFiles
 from .data.loaders import RunParts, TrainerLoaders
 from .data.resume import ResumeData
-from .data.sampler_choice import Order
 from .data.uneven import UnevenMode
 from .ddp import CommHook, GradientAveraging
-from .layer_sync import RanksLayerSync
 from .logged_values import LoggedValues, Reduction
 from .named_calls import enter_broadcast, enter_call, enter_decision
 from .options import refuse_unknown
@@ -62,6 +60,7 @@ from .start.launchers import Collaborators, ProcessesLauncher, ScriptLauncher
 from .stopping.last_step import LastStepSaver
 from .stopping.stops import StopController, default_deadline
 from .strategy_ranks import check_received
+from .sync_batchnorm import RanksLayerSync
 
 T = TypeVar("T")
 
@@ -92,9 +91,6 @@ class DDPExtStrategy(RankDevicesStrategy):
             ``configure_model``; Lightning moves batches to the first of them.
         start_method: how the other ranks start: ``"popen"`` runs the script again; the
             other methods start a function.
-        sampler: the order of samples in shuffled loaders to which Lightning adds a
-            sampler: ``"torch"`` for stock Lightning's order, or ``"scalable"`` for that
-            of a :class:`~lightning_ddp_ext.ScalableDistributedSampler`.
         exact_evaluation: whether logged values and metrics of validation and test count
             each sample exactly once, in loaders to which Lightning adds a sampler.
             Samples that stock Lightning repeats have a separate step.
@@ -127,7 +123,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         precision_plugin: mixed precision; the Trainer creates it from ``precision=``.
         ddp_comm_state: the state of the comm hook, such as a ``PowerSGDState``.
         ddp_comm_hook: a function that averages gradients, such as torch's
-            ``fp16_compress_hook``; works on CPU as well.
+            ``fp16_compress_hook``; also on CPU, unless torch needs GPUs for it.
         ddp_comm_wrapper: wraps the comm hook, such as ``fp16_compress_wrapper``.
         model_averaging_period: the number of steps between averages of the model with
             post-local SGD.
@@ -156,7 +152,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         timeout: float | timedelta | None = TIMEOUT,
         devices_per_rank: int = 1,
         start_method: StartMethod = "popen",
-        sampler: Order = "torch",
         exact_evaluation: bool = True,
         uneven_inputs: UnevenMode | None = None,
         resume_data: ResumeData = "exact",
@@ -213,7 +208,6 @@ class DDPExtStrategy(RankDevicesStrategy):
             self,
             self.checkpoints,
             RunParts(self.stops, self._replaced),
-            order=sampler,
             exact_evaluation=exact_evaluation,
             uneven_inputs=uneven_inputs,
             resume_data=resume_data,
@@ -270,8 +264,9 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def checkpoint_io(self) -> pl.plugins.CheckpointIO:
         if self._checkpoint_io is None:
-            self._checkpoint_io = RankZeroCheckpointIO()
-            self._checkpoint_io.is_default = True
+            self._checkpoint_io = RankZeroCheckpointIO.as_default()
+        elif isinstance(self._checkpoint_io, pl.plugins.AsyncCheckpointIO):
+            self._checkpoint_io.checkpoint_io = RankZeroCheckpointIO()  # unless it has one
         return super().checkpoint_io
 
     @checkpoint_io.setter
@@ -409,6 +404,8 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.data.on_train_batch_start(batch)
+        if self.averaging.frozen:
+            self.averaging.include_unfrozen()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -420,8 +417,9 @@ class DDPExtStrategy(RankDevicesStrategy):
         self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         self.metrics.flush()
-        with self.averaging.backward():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self.averaging.frozen:
+            self.averaging.refuse_unfrozen()
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

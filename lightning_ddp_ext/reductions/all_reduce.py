@@ -5,8 +5,8 @@ Lightning's own reduction runs a barrier first, which this one does not need.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -15,6 +15,17 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_ddp_ext.ranks import is_gloo
+
+# Each reduces the rows of a tensor.
+_OPS: dict[Any, Callable[[Tensor], Tensor]] = {
+    ReduceOp.SUM: lambda rows: rows.sum(0),
+    ReduceOp.PRODUCT: lambda rows: rows.prod(0),
+    ReduceOp.MIN: lambda rows: rows.amin(0),
+    ReduceOp.MAX: lambda rows: rows.amax(0),
+    ReduceOp.BAND: partial(reduce, torch.bitwise_and),
+    ReduceOp.BOR: partial(reduce, torch.bitwise_or),
+    ReduceOp.BXOR: partial(reduce, torch.bitwise_xor),
+}
 
 
 def all_reduce(
@@ -37,41 +48,24 @@ def all_reduce(
     op = reduce_op
     if isinstance(reduce_op, str):
         op = getattr(ReduceOp, reduce_op.upper().replace("MEAN", "AVG"))
-    ranks = set(dist.get_process_group_ranks(group))
-    active_ranks = ranks.difference(idle_ranks) or ranks
+    ranks = dist.get_process_group_ranks(group)
+    active = [index for index, rank in enumerate(ranks) if rank not in idle_ranks]
+    are_some_idle = 0 < len(active) < len(ranks)
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
     if op == ReduceOp.AVG and is_integer:
         tensor = tensor.to(torch.int64, copy=True)
-    if dist.get_rank() not in active_ranks:
-        _neutralise(tensor, op)
-    # Gloo has no AVG, and NCCL's would round integers and divide by all ranks.
+    # Gloo has no AVG, and NCCL's would round integers.
     is_divided_here = op == ReduceOp.AVG and (
-        is_integer or active_ranks != ranks or is_gloo(tensor.device, group)
+        is_integer or are_some_idle or is_gloo(tensor.device, group)
     )
-    dist.all_reduce(tensor, op=ReduceOp.SUM if is_divided_here else op, group=group)
+    op = ReduceOp.SUM if is_divided_here else op
+    if are_some_idle:
+        rows = [torch.empty_like(tensor) for _ in ranks]
+        dist.all_gather(rows, tensor.contiguous(), group=group)
+        tensor.copy_(_OPS[op](torch.stack([rows[index] for index in active])))
+    else:
+        dist.all_reduce(tensor, op=op, group=group)
     if not is_divided_here:
         return tensor
-    count = len(active_ranks)
+    count = len(active) or len(ranks)
     return tensor / count if is_integer else tensor.div_(count)
-
-
-def _neutralise(tensor: Tensor, op: Any) -> None:
-    """Fill the tensor with a value that does not change the result of the reduction."""
-    if op in (ReduceOp.AVG, ReduceOp.SUM, ReduceOp.BOR, ReduceOp.BXOR):
-        tensor.zero_()
-    elif op == ReduceOp.BAND:
-        tensor.zero_().bitwise_not_()
-    elif op == ReduceOp.PRODUCT:
-        tensor.fill_(1)
-    elif op in (ReduceOp.MIN, ReduceOp.MAX):
-        smallest, largest = _range_of(tensor.dtype)
-        tensor.fill_(largest if op == ReduceOp.MIN else smallest)
-
-
-def _range_of(dtype: torch.dtype) -> tuple[float, float]:
-    """Return the smallest and the largest value that a dtype can represent."""
-    if dtype.is_floating_point:
-        return -math.inf, math.inf
-    if dtype == torch.bool:
-        return False, True
-    return torch.iinfo(dtype).min, torch.iinfo(dtype).max

@@ -1,6 +1,9 @@
 """Conversion makes the chosen layers synchronise, and is undone exactly."""
 
+import copy
+import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm, restore_batchnorm
-from lightning_ddp_ext.batchnorm.conversion import convert
-from lightning_ddp_ext.batchnorm.selection import LayerChoice
+from lightning_ddp_ext.batchnorm.conversion import LayerChoice, convert
 from lightning_ddp_ext.errors import ConfigurationError
 
 
@@ -31,17 +33,10 @@ class Mixed(Squared, nn.BatchNorm2d):
 
 
 class Derived(nn.BatchNorm2d):
-    """Has torch's forward."""
+    """Has torch's forward, and another layer inside."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features, eps=1e-3)
-
-
-class Split(Derived):
-    """Has a separate layer inside."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features)
         self.second = nn.BatchNorm2d(num_features)
 
 
@@ -55,7 +50,7 @@ class Block(nn.Module):
 def network() -> nn.Module:
     """Return layers stem.1, body.0.norm, body.1.norm and head."""
     stem = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
-    body = [Block(nn.BatchNorm2d(3)), Block(Derived(3))]
+    body = [Block(nn.BatchNorm2d(3)), Block(nn.BatchNorm3d(3))]
     return nn.ModuleDict({"stem": stem, "body": nn.Sequential(*body), "head": nn.BatchNorm1d(3)})
 
 
@@ -82,23 +77,24 @@ def facts(model: nn.Module) -> list[Any]:
         ({}, ["stem.1", "body.0.norm", "body.1.norm", "head"]),
         ({"include": "body.*"}, ["body.0.norm", "body.1.norm"]),
         ({"include": "body.?"}, ["body.0.norm", "body.1.norm"]),
-        ({"include": ["stem", nn.BatchNorm1d]}, ["stem.1", "head"]),
+        ({"include": ["stem", "h*"]}, ["stem.1", "head"]),
         ({"include": (name for name in ("stem.1", "head"))}, ["stem.1", "head"]),
         ({"include": []}, []),
-        ({"include": Block, "exclude": Derived}, ["body.0.norm"]),
-        ({"exclude": {"body", nn.Sequential}}, ["head"]),
+        ({"include": "body", "exclude": "body.1"}, ["body.0.norm"]),
+        ({"exclude": {"body", "stem.?"}}, ["head"]),
     ],
 )
 def test_chosen_layers_are_converted(arguments: dict[str, Any], names: list[str]) -> None:
-    """Names, patterns and classes choose layers, or modules that contain them."""
+    """Names and patterns choose layers, or modules that contain them."""
     assert synchronised(convert_sync_batchnorm(network(), **arguments)) == names
 
 
 def test_a_choice_is_the_same_in_a_second_fit() -> None:
     """Selectors may come from a generator, which can be read once."""
-    choice = LayerChoice.of((name for name in ("body", "head")), (name for name in ("body.1",)))
-    names = [convert(network(), choice).converted for _ in range(2)]
-    assert names == [("body.0.norm", "head")] * 2
+    choice = LayerChoice((name for name in ("body", "head")), (name for name in ("body.1",)))
+    for model in (network(), network()):
+        convert(model, choice, warn=pytest.fail)
+        assert synchronised(model) == ["body.0.norm", "head"]
 
 
 @pytest.mark.parametrize(
@@ -109,11 +105,12 @@ def test_a_choice_is_the_same_in_a_second_fit() -> None:
             r"^include='backbone\.\*' matches no BatchNorm layer; choose among stem",
         ),
         (
-            {"exclude": ["stem", nn.Linear]},
-            r"^exclude=Linear matches no .* head, or modules that contain them\n",
+            {"exclude": ["stem", "*.weight"]},
+            r"^exclude='\*\.weight' matches no .* head, or modules that contain them\n",
         ),
-        ({"exclude": nn.Conv2d(3, 3, 1)}, r"^exclude takes patterns of layer names and classes"),
-        ({"include": [["stem"]]}, r"^include takes patterns of layer names and classes"),
+        ({"exclude": nn.Conv2d(3, 3, 1)}, r"^exclude takes patterns of layer names \(got Conv2d"),
+        ({"include": nn.BatchNorm1d}, r"^include takes patterns .*; for any .* a list of names"),
+        ({"include": [["stem"]]}, r"^include takes patterns of layer names \(got \['stem'\]"),
     ],
 )
 def test_a_selection_of_nothing_is_an_error(selection: dict[str, Any], message: str) -> None:
@@ -140,13 +137,13 @@ def test_layers_that_were_not_meant_are_not_touched() -> None:
         nn.InstanceNorm2d(3),
         nn.LazyInstanceNorm2d(),
         nn.GroupNorm(1, 3),
-        nn.SyncBatchNorm(3),
         SyncBatchNorm(3),
     ]
     model = nn.Sequential(*others)
     before = facts(model)
-    assert facts(restore_batchnorm(convert_sync_batchnorm(model, exclude=SyncBatchNorm))) == before
-    assert facts(convert_sync_batchnorm(model)) == before
+    assert facts(restore_batchnorm(convert_sync_batchnorm(model, exclude="3"))) == before
+    assert warnings_of(model) == []
+    assert facts(model) == before
 
 
 def every_kind() -> nn.ModuleDict:
@@ -167,8 +164,7 @@ def every_kind() -> nn.ModuleDict:
             "half frozen": half_frozen,
             "with attributes": with_attributes,
             "hooked": hooked,
-            "derived": Derived(3),
-            "split": Split(3),
+            "volumes": nn.BatchNorm3d(3, eps=1e-3),
             "shared again": shared,
         }
     )
@@ -183,10 +179,22 @@ def test_restoring_leaves_nothing_behind() -> None:
     model = every_kind()
     before = facts(model)
     convert_sync_batchnorm(convert_sync_batchnorm(model))
-    assert {*model.keys(), "split.second"} == {*synchronised(model), "shared again"}
+    assert {*model.keys()} == {*synchronised(model), "shared again"}
     identities = [(name, identity) for name, identity, *_ in facts(model)]
     assert identities == [(name, identity) for name, identity, *_ in before]
     assert facts(restore_batchnorm(model)) == before
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_converted_layers_are_converted(copied: Callable[[Any], nn.Module]) -> None:
+    """A copy and an unpickled model synchronise, and can be restored."""
+    model = network()
+    layers = synchronised(convert_sync_batchnorm(model))
+    twin = copied(model)
+    assert synchronised(twin) == layers
+    types = [type(module) for module in restore_batchnorm(model).modules()]
+    assert [type(module) for module in restore_batchnorm(twin).modules()] == types
+    torch.testing.assert_close(twin.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def replaced() -> nn.Module:
@@ -212,36 +220,37 @@ def warnings_of(model: nn.Module, **choice: Any) -> list[str]:
 
 
 def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
-    """The warning has names, classes and reasons, and the arguments that avoid it.
+    """The warning has names, classes and remedies.
 
-    These layers are unchanged.
+    These layers are unchanged, but layers in them are converted.
     """
-    layers = [
-        (Scaled(3), "0 (Scaled) overrides forward; "),
-        (Mixed(3), "1 (Mixed) overrides forward; "),
-        (replaced(), "2 (BatchNorm2d) had its forward replaced on the object; "),
-        (
-            parametrised(),
-            "3 (ParametrizedBatchNorm2d) is parametrised (remove the parametrisation first); ",
-        ),
-        (
-            nn.LazyBatchNorm2d(),
-            "4 (LazyBatchNorm2d) is lazy (run a first batch before the conversion). A class that ",
-        ),
-    ]
-    model = nn.ModuleList([*(layer for layer, _ in layers), nn.BatchNorm2d(3)])
-    types = [type(layer) for layer in model]
+    model = nn.Sequential(
+        Scaled(3),
+        Mixed(3),
+        Derived(3),
+        replaced(),
+        parametrised(),
+        nn.LazyBatchNorm2d(),
+        nn.SyncBatchNorm(3),
+        nn.BatchNorm2d(3),
+    )
+    before = facts(model)
     (message,) = warnings_of(model)
-    assert [part for _, part in layers if part not in message] == []
-    assert message.endswith("to leave a layer out without this warning, use exclude=")
-    assert [isinstance(layer, SyncBatchNorm) for layer in model] == [False] * 5 + [True]
-    assert [type(layer) for layer in restore_batchnorm(model)] == types
+    assert message == (
+        "BatchNorm layers with their own class or forward method are not converted: 0 (Scaled),"
+        " 1 (Mixed), 2 (Derived), 3 (BatchNorm2d), 4 (ParametrizedBatchNorm2d),"
+        " 5 (LazyBatchNorm2d), 6 (SyncBatchNorm). To use the statistics of all ranks, a class can inherit from"
+        " lightning_ddp_ext.SyncBatchNorm, and a lazy layer can run a first batch before the"
+        " conversion; to leave a layer out without this warning, use exclude="
+    )
+    assert synchronised(model) == ["2.second", "7"]
+    assert facts(restore_batchnorm(model)) == before
 
 
 def test_a_layer_without_a_name_is_named_the_module() -> None:
     """A model may consist of one layer, which has an empty name."""
     (message,) = warnings_of(Scaled(3), include="*")
-    assert "the module (Scaled) overrides forward" in message
+    assert "are not converted: the module (Scaled). " in message
 
 
 def test_layers_that_are_excluded_cause_no_warning() -> None:

@@ -197,13 +197,9 @@ class Way:
     slack: float = 1.0
 
     def takes(self, case: Case) -> bool:
-        """Whether ranks can compute a case.
-
-        One value per channel is an error, and on a GPU also none, since the host does
-        not read their number.
-        """
+        """Whether torch can compute a case; one value per channel is an error."""
         values = sum(len(rows(batch.input)) for batch in case.batches(self.world_size, step=0))
-        return values > 1 or (values == 0 and self.device == "cpu")
+        return values != 1
 
 
 def results_of_layer(case: Case, way: Way, rank: int) -> Results:

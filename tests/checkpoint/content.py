@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.serialization import set_crc32_options
 
-from lightning_ddp_ext.checkpoint.load import LoadOptions
+from lightning_ddp_ext.checkpoint.load import Archive, LoadOptions
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.ranks import Ranks
@@ -136,6 +136,13 @@ def same(left: Any, right: Any) -> bool:
 def restored(path: Path, *, map_weights: bool = False, **options: Any) -> Any:
     """Return the checkpoint as a single rank restores it."""
     return restore(locate(path), Ranks(), LoadOptions(**options), map_weights=map_weights).content
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Archive]:
+    """Open a checkpoint file."""
+    with path.open("rb") as file:
+        yield Archive(file, str(path))
 
 
 def flip(path: Path, record: str) -> Path:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ddp_ext.checkpoint.archive import Archive
-from lightning_ddp_ext.checkpoint.load import LoadOptions, read
+from lightning_ddp_ext.checkpoint.load import LoadOptions, load
 from lightning_ddp_ext.checkpoint.save import write
 from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError
-from tests.checkpoint.content import numbers, restored, same
+from tests.checkpoint.content import numbers, opened, restored, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 
@@ -58,7 +57,7 @@ def test_no_changed_byte_gives_other_content(path: Path) -> None:
         changed[position] ^= all_bits_or_one
         copy.write_bytes(changed)
         result = read_or_error(copy)
-        if isinstance(result, DamagedCheckpointError):
+        if isinstance(result, CheckpointError):
             refused += 1
         else:
             assert same(result, small()), f"byte {position}"
@@ -71,7 +70,7 @@ def test_a_truncated_file_is_refused_at_any_length(path: Path) -> None:
     shutil.copy(path, copy)
     for size in reversed(range(path.stat().st_size)):
         os.truncate(copy, size)
-        with pytest.raises(DamagedCheckpointError, match=r"short\.ckpt"), Archive.open(copy):
+        with pytest.raises(DamagedCheckpointError, match=r"short\.ckpt"), opened(copy):
             pass
 
 
@@ -79,7 +78,7 @@ def test_a_file_that_is_replaced_while_it_is_read_gives_its_old_content(path: Pa
     """It is not called damaged: a run may save the file that another process reads."""
     copy = path.with_name("replaced.ckpt")
     shutil.copy(path, copy)
-    with Archive.open(copy) as archive:
+    with opened(copy) as archive:
         write({"another": numbers(30)}, copy)
         archive.check()
-        assert same(read(archive, LoadOptions()), small())
+        assert same(load(archive, LoadOptions(), torch.device("cpu")), small())

@@ -2,7 +2,6 @@
 
 import os
 import resource
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,12 @@ import torch
 from fsspec.registry import known_implementations
 
 from lightning_ddp_ext import RankZeroCheckpointIO
-from lightning_ddp_ext.checkpoint.load import placement
+from lightning_ddp_ext.checkpoint.load import LoadOptions
 from lightning_ddp_ext.checkpoint.location import locate
+from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.structure import entry_of
-from lightning_ddp_ext.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
+from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError
+from lightning_ddp_ext.ranks import Ranks
 from tests.checkpoint import content
 from tests.harness.ranks import run_ranks
 
@@ -45,8 +46,7 @@ def test_everything_but_the_weights_is_in_memory_of_this_process(tmp_path: Path)
     assert [name for name in expected if not content.same(value[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
-def test_weights_stay_in_the_file_until_they_are_dropped(is_plain: bool, tmp_path: Path) -> None:
+def test_weights_stay_in_the_file_until_they_are_dropped(tmp_path: Path) -> None:
     """The file is mapped until the weights are dropped.
 
     Tensors outside of the state dict, and a module's extra state, are copies.
@@ -55,50 +55,25 @@ def test_weights_stay_in_the_file_until_they_are_dropped(is_plain: bool, tmp_pat
     weight = content.numbers(content.MAPPED)
     weights = {"a": weight, "part": weight[100:], "small": content.numbers(3)}
     extra = {"one._extra_state": weight[:5000], "other._extra_state": {"inner": weight[:5000]}}
-    checkpoint: dict[str, Any] = {"state_dict": {**weights, **extra}, "kept": weight[5:]}
-    if is_plain:
-        checkpoint = weights.copy()
+    checkpoint = {"state_dict": {**weights, **extra}, "same": weight, "kept": weight[5:]}
     torch.save(checkpoint, path)
     value = content.restored(path, map_weights=True)
     assert is_mapped(path)
     assert content.same(value, checkpoint)
-    drop_entries(value, weights)
-    drop_entries(checkpoint, weights)
+    for name in weights:
+        del value["state_dict"][name]
+        del checkpoint["state_dict"][name]
     assert not is_mapped(path)
     os.truncate(path, 0)
     assert content.same(value, checkpoint)
 
 
-def drop_entries(checkpoint: dict[str, Any], names: Iterable[str]) -> None:
-    """Remove entries from the state dict, which may be the whole checkpoint."""
-    for name in names:
-        del checkpoint.get("state_dict", checkpoint)[name]
-
-
-@pytest.mark.parametrize(
-    ("map_location", "says"),
-    [
-        ("gpu", "contains 'gpu', which is not a device; write a name such as 'cpu' or 'cuda:0'"),
-        ({"cuda:0": "cuda:1", "gpu": "cpu"}, "contains 'gpu'"),
-        ({"cuda:0": None}, "contains None"),
-        (0, r"must be a device, a device name, a mapping .* \(got 0\)"),
-    ],
-)
-def test_invalid_locations_are_refused(map_location: Any, says: str) -> None:
-    """The error names the mistake, the allowed values and the value received."""
-    with pytest.raises(ConfigurationError, match=f"map_location {says}"):
-        RankZeroCheckpointIO(map_location)
-
-
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("store://it.ckpt", "needs a library that is not installed: install a_store"),
-        (
-            "s4://bucket/it.ckpt",
-            r"is not a valid path or URL \(ValueError: Protocol not known: s4\)",
-        ),
-        ("github://it.ckpt", r"is not a valid path or URL \(TypeError: .*'org' and 'repo'\)"),
+        ("store://it.ckpt", r"\(ImportError: install a_store\)"),
+        ("s4://bucket/it.ckpt", r"\(ValueError: Protocol not known: s4\)"),
+        ("github://it.ckpt", r"\(TypeError: .*'org' and 'repo'\)"),
     ],
 )
 def test_a_url_that_means_no_file_is_refused(
@@ -107,37 +82,67 @@ def test_a_url_that_means_no_file_is_refused(
     """The error says that a library is missing, or that the URL is wrong."""
     store = {"class": "a_store.FileSystem", "err": "install a_store"}
     monkeypatch.setitem(known_implementations, "store", store)
-    with pytest.raises(CheckpointError, match=f"checkpoint path '{url}' {says}"):
+    with pytest.raises(CheckpointError, match=f"checkpoint path '{url}' cannot be used {says}"):
         RankZeroCheckpointIO().load_checkpoint(url)
 
 
+def to_meta(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+    return torch.UntypedStorage(storage.nbytes(), device="meta")
+
+
+@pytest.fixture
+def path_of_gpu_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a checkpoint whose tensors were saved from cuda:0, according to the file."""
+    path = tmp_path / "gpu.ckpt"
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    checkpoint = {"state_dict": net.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        torch.save(checkpoint, path)
+    return path
+
+
 @pytest.mark.parametrize(
-    ("map_location", "location", "device"),
+    ("map_location", "device"),
     [
-        (None, "cuda:0", "cpu"),
-        ("meta", "cpu", "meta"),
-        (META, "cuda:0", "meta"),
-        ("cpu", "cuda:0", "cpu"),
-        ({"cuda:0": "meta"}, "cuda:0", "meta"),
-        ({torch.device("cuda:0"): META}, "cuda:0", "meta"),
-        ({"cuda:0": "meta"}, "cpu", "cpu"),
-        (
-            lambda storage, location: torch.UntypedStorage(storage.nbytes(), device="meta"),
-            "cpu",
-            "meta",
-        ),
-        (lambda storage, location: None, "cpu", "cpu"),
+        (None, "cpu"),
+        ("cpu", "cpu"),
+        ("meta", "meta"),
+        (META, "meta"),
+        ({"cuda:0": "meta"}, "meta"),
+        ({"cuda:0": "cpu", "cuda:1": "meta"}, "cpu"),
+        (lambda storage, location: storage if location == "cuda:0" else None, "cpu"),
+        (to_meta, "meta"),
+        ("rank", "meta"),
     ],
 )
-def test_memory_is_on_the_chosen_device(map_location: Any, location: str, device: str) -> None:
-    """``map_location`` chooses it by the device that the storage was saved from.
+def test_tensors_are_on_the_chosen_device(
+    map_location: Any, device: str, path_of_gpu_file: Path
+) -> None:
+    """``map_location`` chooses it for the weights and for the optimiser, as in ``torch.load``.
 
-    A storage that stays on the CPU is not copied.
+    With ``"rank"`` it is the rank's own device.
     """
-    storage = content.numbers(3).untyped_storage()
-    placed = placement(map_location)(storage, location)
-    assert placed.device.type == device
-    assert device == "meta" or placed.data_ptr() == storage.data_ptr()
+    options = LoadOptions(map_location)
+    read = restore(locate(path_of_gpu_file), Ranks(device=META), options, map_weights=True).content
+    [state] = read["optimizer_states"]
+    assert read["state_dict"]["weight"].device.type == device
+    assert state["state"][0]["exp_avg"].device.type == device
+
+
+def test_the_rank_is_on_the_cpu_without_a_strategy_and_a_gpu(path_of_gpu_file: Path) -> None:
+    """The checkpoint IO alone puts the tensors there, which come from a GPU."""
+    read = RankZeroCheckpointIO("rank").load_checkpoint(path_of_gpu_file)
+    assert read["state_dict"]["weight"].device.type == "cpu"
+
+
+def test_a_device_that_does_not_exist_is_torchs_error(path_of_gpu_file: Path) -> None:
+    """The error names the file, and has torch's text."""
+    with pytest.raises(CheckpointError, match=r"gpu\.ckpt could not be read: .*tagged with gpu"):
+        content.restored(path_of_gpu_file, map_location="gpu")
 
 
 def test_a_checkpoint_io_reads_to_its_own_device_or_to_the_callers(tmp_path: Path) -> None:
@@ -170,22 +175,20 @@ class Raises:
 
 
 def refused(path: Path, **options: Any) -> str:
-    """Return the text of the error for a file that may be intact."""
-    with pytest.raises(CheckpointError, match="could not be read, but may be intact") as caught:
+    """Return the text of the error for a file that is not damaged."""
+    with pytest.raises(CheckpointError, match="could not be read") as caught:
         content.restored(path, **options)
     assert caught.type is CheckpointError
     return str(caught.value)
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_a_class_that_raises_does_not_make_a_file_damaged(verify: bool, tmp_path: Path) -> None:
+def test_a_class_that_raises_does_not_make_a_file_damaged(tmp_path: Path) -> None:
     """The message contains the error of the class, unless the file is also damaged."""
     path = tmp_path / "it.ckpt"
-    options = {"weights_only": False, "verify": verify}
     torch.save({"it": Raises()}, path)
-    assert "ValueError: field is of an older version; make sure that" in refused(path, **options)
+    assert refused(path, weights_only=False).endswith("ValueError: field is of an older version")
     with pytest.raises(DamagedCheckpointError, match=r"data\.pkl does not match"):
-        content.restored(content.flip(path, "data.pkl"), **options)
+        content.restored(content.flip(path, "data.pkl"), weights_only=False)
 
 
 def read_with_little_memory(rank: int, world_size: int, path: Path) -> str:
@@ -195,10 +198,10 @@ def read_with_little_memory(rank: int, world_size: int, path: Path) -> str:
 
 
 def test_too_little_memory_does_not_make_a_file_damaged(tmp_path: Path) -> None:
-    """The error asks the user to check the free memory, among other things."""
+    """The error has the system's reason."""
     torch.save({"state_dict": {"weight": content.numbers(content.MAPPED)}}, tmp_path / "it.ckpt")
     [text] = run_ranks(read_with_little_memory, 1, tmp_path / "it.ckpt")
-    assert text.endswith("; check its file system, its permissions and the free memory")
+    assert "annot allocate memory" in text
 
 
 def test_an_entry_is_read_without_running_code(tmp_path: Path) -> None:

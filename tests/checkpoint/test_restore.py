@@ -110,10 +110,10 @@ def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
     torch.save({"a": numbers(6000)}, tmp_path / "whole.ckpt")
     found, of_rank_1 = on_ranks("stock", use_files_that_fail, tmp_path, tmp_path)
     assert found == of_rank_1
-    missing = f"CheckpointNotFoundError: checkpoint {tmp_path}/no.ckpt does not exist"
+    missing = f"CheckpointError: checkpoint {tmp_path}/no.ckpt could not be read: FileNotFoundError"
     assert found["missing"].startswith(missing)
     for case in ("mapped nowhere", "sent nowhere"):
-        assert "cannot place a tensor saved from cpu: RuntimeError: " in found[case]
+        assert "could not be read: RuntimeError: " in found[case]
 
 
 LARGE = 17 << 20  # numbers, of more bytes than Ranks broadcasts at a time
@@ -193,10 +193,11 @@ def test_an_object_store_is_read(tmp_path: Path) -> None:
     assert found.pop("present").startswith(SENT)
     assert found == {
         "missing": (
-            f"CheckpointNotFoundError: checkpoint {URL} does not exist; pass the path of a file"
+            f"CheckpointError: checkpoint {URL} could not be read: FileNotFoundError:"
+            " /bucket/it.ckpt"
         ),
         "failing": (
-            f"CheckpointError: checkpoint {URL} cannot be fetched: ConnectionResetError: the store"
+            f"CheckpointError: checkpoint {URL} could not be read: ConnectionResetError: the store"
             " has hung up"
         ),
     }

@@ -7,7 +7,8 @@ import pytest
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
-from lightning_ddp_ext.data.epochs import prepare_workers, samplers_set_by_lightning, set_epoch
+from lightning_ddp_ext.data.epochs import prepare_workers, set_epoch
+from lightning_ddp_ext.data.loader import samplers_set_by_lightning
 
 
 class Holder(Dataset[int]):

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_ddp_ext.data.permutation import Permutation
-from lightning_ddp_ext.data.seeding import mix
+from lightning_ddp_ext.data.random_state import mix
 
 LONGEST_TABLE = 65_536  # longer orders are computed by a network
 SMALLEST_P = 1e-4

@@ -12,6 +12,7 @@ With stand-ins for GPUs and NCCL (see ``placement``), the reference of all ranks
 CPU over gloo, because stock cannot synchronise BatchNorm there.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor
 from torchmetrics import MeanMetric
 
@@ -30,6 +32,7 @@ from lightning_ddp_ext import (
     SyncBatchNormConversion,
     gather_predictions,
 )
+from lightning_ddp_ext.errors import BatchNormError
 from tests.batchnorm.test_joined_batch import Way, all_deviations
 from tests.gpu.placement import (
     GLOO,
@@ -61,17 +64,13 @@ class Measured(training.Net):
         return loss
 
 
-def options_of(kind: training.Kind, group_size: int | None) -> dict[str, Any]:
-    """Return the Trainer's options for SyncBatchNorm and, with ours, background saves.
-
-    ``group_size`` is the number of ranks that share statistics, with stock all ranks;
-    ``None`` is for plain BatchNorm.
-    """
+def options_of(kind: training.Kind, synchronises: bool) -> dict[str, Any]:
+    """Return the Trainer's options for SyncBatchNorm and, with ours, background saves."""
     if kind == "stock":
-        return {"sync_batchnorm": group_size is not None}
-    options: dict[str, Any] = {"plugins": [RankZeroCheckpointIO(background=True)]}
-    if group_size is not None:
-        options["callbacks"] = [SyncBatchNormConversion(process_group=group_size)]
+        return {"sync_batchnorm": synchronises}
+    options: dict[str, Any] = {"plugins": [AsyncCheckpointIO(RankZeroCheckpointIO())]}
+    if synchronises:
+        options["callbacks"] = [SyncBatchNormConversion()]
         options["strategy"] = {"broadcast_buffers": False}
     return options
 
@@ -82,13 +81,13 @@ def run_all_stages(
     placement: Placement,
     directory: Path,
     kind: training.Kind,
-    group_size: int | None,
+    synchronises: bool,
 ) -> dict[str, Any]:
     """Train, save, resume, test, predict and gather; return the results on the CPU."""
     L.seed_everything(1)
     model = Measured()
     saver = ModelCheckpoint(directory / kind / placement.backend, save_last=True)
-    options = {"enable_checkpointing": True, **options_of(kind, group_size)}
+    options = {"enable_checkpointing": True, **options_of(kind, synchronises)}
     options["callbacks"] = [saver, *options.get("callbacks", ())]
     placement.trainer(directory, kind, **options).fit(model)
     assert dist.get_backend() == placement.backend
@@ -118,34 +117,32 @@ def assert_as_expected(results: list[dict[str, Any]], expected: list[dict[str, A
     training.assert_same(first_layers, first_layers[:1] * len(results))
 
 
-@pytest.mark.parametrize(("ranks", "group_size"), [(2, None), (4, 2)])
+@pytest.mark.parametrize(("ranks", "synchronises"), [(2, False), (4, True)])
 def test_ranks_that_share_a_gpu_over_gloo_learn_as_on_the_cpu(
-    ranks: int, group_size: int | None, tmp_path: Path
+    ranks: int, synchronises: bool, tmp_path: Path
 ) -> None:
     """Over gloo: training, batched logging, metrics, SyncBatchNorm, background saves,
     resuming, barrier, gathering give the CPU's numbers.
-
-    Groups of two ranks among four share statistics.
     """
     placement = Placement("gloo", (GPU,) * ranks)
-    results = placement.run(run_all_stages, tmp_path, "ours", group_size)
-    on_the_cpu = on_cpu(ranks).run(run_all_stages, tmp_path, "ours", group_size)
+    results = placement.run(run_all_stages, tmp_path, "ours", synchronises)
+    on_the_cpu = on_cpu(ranks).run(run_all_stages, tmp_path, "ours", synchronises)
     assert_as_expected(results, on_the_cpu)
 
 
 @pytest.mark.parametrize("placement", ["NCCL"], indirect=True)
-@pytest.mark.parametrize("group_size", [None, 2])
+@pytest.mark.parametrize("synchronises", [False, True])
 def test_ranks_of_nccl_learn_as_stocks(
-    placement: Placement, group_size: int | None, tmp_path: Path
+    placement: Placement, synchronises: bool, tmp_path: Path
 ) -> None:
     """Over NCCL: training, batched logging, metrics, SyncBatchNorm, background saves,
     resuming, barrier, gathering give stock's numbers.
     """
-    results = placement.run(run_all_stages, tmp_path, "ours", group_size)
+    results = placement.run(run_all_stages, tmp_path, "ours", synchronises)
     if IS_GPU:
-        reference = placement.run(run_all_stages, tmp_path, "stock", group_size)
+        reference = placement.run(run_all_stages, tmp_path, "stock", synchronises)
     else:
-        reference = on_cpu(2).run(run_all_stages, tmp_path, "ours", group_size)
+        reference = on_cpu(2).run(run_all_stages, tmp_path, "ours", synchronises)
     assert_as_expected(results, reference)
 
 
@@ -184,6 +181,30 @@ def test_synchronised_batchnorm_equals_the_joined_batch(
     shortened = replace(placement, devices=placement.devices[:ranks])
     no_deviations: list[list[str]] = [[]] * ranks
     assert shortened.run(deviations_on_placement, tmp_path) == no_deviations
+
+
+def run_one_value(rank: int, world_size: int, placement: Placement, directory: Path) -> Tensor:
+    """Return the running statistics after a batch of one sample on the last rank only."""
+    device = placement.devices[rank]
+    if IS_GPU:
+        torch.cuda.set_device(device)
+    backend = training.backend(placement.backend)
+    store = f"file://{directory}/store"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
+    layer = SyncBatchNorm(3).to(device)
+    samples = torch.ones(rank, 3, device=device, requires_grad=True)
+    with suppress(BatchNormError):  # on the CPU
+        layer(samples).sum().backward()
+    dist.destroy_process_group()
+    return torch.stack([layer.running_mean, layer.running_var]).cpu()
+
+
+def test_one_value_on_all_ranks_together_changes_no_running_statistics(
+    placement: Placement, tmp_path: Path
+) -> None:
+    """A variance of one value is not defined. The CPU raises, and the GPU continues."""
+    expected = torch.stack([torch.zeros(3), torch.ones(3)])
+    training.assert_same(placement.run(run_one_value, tmp_path), [expected] * 2)
 
 
 class TwoParts(training.Net):

@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_ddp_ext import HangWatchdog, RankZeroCheckpointIO
+from lightning_ddp_ext import HangWatchdog
 from tests.gpu.placement import (
     GLOO,
     IS_GPU,
@@ -19,6 +19,7 @@ from tests.gpu.placement import (
     torch_devices,
 )
 from tests.harness import training
+from tests.integration import checkpointing
 
 
 @pytest.fixture(params=["one GPU", "two GPUs"])
@@ -39,7 +40,7 @@ def save_in_training(
     save = partial(L.Trainer.save_checkpoint, filepath=path)
     placement.trainer(
         path.parent,
-        plugins=[RankZeroCheckpointIO(background=is_background)],
+        plugins=[checkpointing.make_io(is_background=is_background)],
         callbacks=[
             training.At("on_train_batch_end", save, earlier=1),
             HangWatchdog(300, directory=path.parent),

@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from tests.checkpoint.content import kinds, same
 from tests.harness import training
@@ -97,6 +98,13 @@ def checkpoint_callback(kind: training.Kind, **options: Any) -> ModelCheckpoint:
     from lightning_ddp_ext import RankZeroCheckpoint  # stock must also work before this import
 
     return RankZeroCheckpoint(**options) if kind == "stock" else ModelCheckpoint(**options)
+
+
+def make_io(*, is_background: bool) -> Any:
+    """Return our IO, within Lightning's for saves in the background."""
+    from lightning_ddp_ext import RankZeroCheckpointIO
+
+    return AsyncCheckpointIO(RankZeroCheckpointIO()) if is_background else RankZeroCheckpointIO()
 
 
 def trainer_for(

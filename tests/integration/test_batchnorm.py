@@ -14,9 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_ddp_ext import DDPExtStrategy, SyncBatchNorm, SyncBatchNormConversion
+from lightning_ddp_ext import SyncBatchNorm, SyncBatchNormConversion
 from tests.harness import ranks, training
-from tests.harness.network import Network
 
 STEPS_OF_EPOCH = 4
 SAMPLES_OF_STEP = 6
@@ -241,39 +240,3 @@ def test_checkpoints_are_those_of_plain_layers_and_resuming_changes_nothing(
         assert result["saved names"] == list(Joint().state_dict())
         assert result["steps"] == 2 * STEPS_OF_EPOCH
         training.assert_same(result["resumed"], result["whole"])
-
-
-def mean_in_group(
-    rank: int, world_size: int, init_method: str, groups: Sequence[Any]
-) -> list[Tensor]:
-    """Return a layer's running mean on this rank, for each way to choose groups."""
-    means = []
-    for group in groups:
-        model = Joint()
-        strategy = DDPExtStrategy(init_method, broadcast_buffers=False)
-        conversion = SyncBatchNormConversion(process_group=group)
-        options = {"num_nodes": 2, "max_epochs": 1}
-        training.make_trainer(strategy, callbacks=[conversion], **options).fit(model)
-        means.append(model.layers[1].running_mean)
-    return means
-
-
-@pytest.mark.netns
-def test_groups_have_separate_statistics(two_hosts: Network) -> None:
-    """Ranks of a group have the same statistics, and groups have different ones.
-
-    With `process_group=2` a group has two ranks, with "node" those of one machine.
-    """
-    env = {
-        **ranks.by_hand_env(4),
-        "LOCAL_RANK": lambda rank: str(rank % 2),
-        "NODE_RANK": lambda rank: str(rank // 2),
-    }
-    init_method = f"tcp://{two_hosts[0].address}:29873"
-    places = [two_hosts[rank // 2] for rank in range(4)]
-    means_by_rank = ranks.run_ranks(
-        mean_in_group, 4, init_method, [2, "node"], env=env, namespaces=places
-    )
-    for first, second, third, fourth in zip(*means_by_rank, strict=True):
-        training.assert_same((second, fourth), (first, third))
-        assert not torch.equal(first, third)

@@ -26,14 +26,14 @@ WAYS = pytest.mark.parametrize(
 
 
 class Scaled(nn.BatchNorm1d):
-    """Overrides forward, so it is not converted."""
+    """A subclass, which is not converted."""
 
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
 
 
 def classes_of(model: Any) -> list[str]:
-    """Return the class of each layer, by name, because a made class cannot be pickled."""
+    """Return the name of the class of each layer."""
     return [type(layer).__name__ for layer in model.layers]
 
 
@@ -120,10 +120,10 @@ def test_converted_and_other_layers_are_named(kind: Kind, by: By, tmp_path: Path
     first, second = launch_ranks(fit_and_see, 2, tmp_path, kind, by)
     summary = (
         "SyncBatchNorm: 2 of 5 layers, statistics over 2 ranks; "
-        "not converted: 1 overrides forward, 2 synchronises already\n"
+        "not converted: 1 has its own code, 2 synchronises already\n"
     )
     assert first.output.count(summary) == 1, first.story()
-    assert first.output.count("layers.4 (Scaled) overrides forward. A class that") == 1
+    assert first.output.count("are not converted: layers.4 (Scaled). To use the") == 1
     assert "BatchNorm" not in second.output
 
 
@@ -166,18 +166,18 @@ def test_copies_in_the_model_are_restored_too(tmp_path: Path) -> None:
     assert on_ranks("ours", train_teacher, tmp_path) == [[nn.BatchNorm1d] * 2] * 2
 
 
-def choose_ranks_beside_the_flag(kind: Kind, directory: Path) -> str:
+def choose_layers_beside_the_flag(kind: Kind, directory: Path) -> str:
     model = Observed()
-    conversion = SyncBatchNormConversion(process_group=1)
+    conversion = SyncBatchNormConversion(exclude="layers.1")
     with pytest.raises((ConfigurationError, RankFailedError)) as caught:
         fit(kind, directory, model, conversion, sync_batchnorm=True)
     assert classes_of(model) == PLAIN
     return str(caught.value)
 
 
-def test_the_trainers_flag_allows_no_choice_of_ranks(tmp_path: Path) -> None:
+def test_the_trainers_flag_allows_no_choice_of_layers(tmp_path: Path) -> None:
     """All ranks raise an error that names the flag."""
-    for message in on_ranks("ours", choose_ranks_beside_the_flag, tmp_path):
+    for message in on_ranks("ours", choose_layers_beside_the_flag, tmp_path):
         assert "sync_batchnorm=True synchronises all layers" in message
 
 

@@ -7,8 +7,15 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_ddp_ext import ConfigurationError, RankZeroCheckpoint, RankZeroCheckpointIO
+from lightning_ddp_ext import (
+    CheckpointSaveError,
+    ConfigurationError,
+    DDPExtStrategy,
+    RankZeroCheckpoint,
+    RankZeroCheckpointIO,
+)
 from tests.harness import training
 from tests.harness.training import Net
 from tests.integration import checkpointing
@@ -37,7 +44,7 @@ def files_at_every_step(
         kind, dirpath=kept, filename="{step}", every_n_train_steps=1, save_last=save_last
     )
     lists = ListsFiles(kept)
-    io = RankZeroCheckpointIO(background=True)
+    io = checkpointing.make_io(is_background=True)
     # In each epoch, a rank has four steps.
     checkpointing.trainer_for(kind, directory, io, [saver, lists], max_epochs=3).fit(Net())
     return lists.names
@@ -63,15 +70,58 @@ def test_in_the_background_there_is_always_a_checkpoint(
     assert all(torch.load(kept / name)["global_step"] == 12 for name in names_at_end)
 
 
+class FailsAtSecond(RankZeroCheckpointIO):
+    """Cannot save the checkpoint of the second step."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        is_second = checkpoint["global_step"] == 2
+        super().save_checkpoint(checkpoint, "/dev/null/it" if is_second else path, storage_options)
+
+
+def files_after_a_failure(kind: training.Kind, directory: Path) -> list[str]:
+    """Return the error of the run, and the names of the files that it leaves."""
+    kept = directory.parent / "kept"
+    saver = checkpointing.checkpoint_callback(
+        kind, dirpath=kept, filename="{step}", every_n_train_steps=1
+    )
+    io = AsyncCheckpointIO(FailsAtSecond())
+    trainer = checkpointing.trainer_for(kind, directory, io, [saver], max_epochs=1)
+    with pytest.raises(CheckpointSaveError) as caught:
+        trainer.fit(Net())
+    return [str(caught.value).partition(";")[0], *(path.name for path in kept.iterdir())]
+
+
+@pytest.mark.parametrize("kind", training.KINDS)
+def test_a_failed_background_save_leaves_the_checkpoint_before_it(
+    kind: training.Kind, tmp_path: Path
+) -> None:
+    """Every rank raises its error in the next save, and nothing is removed."""
+    for error, *names in training.on_ranks(kind, files_after_a_failure, tmp_path):
+        assert error == "cannot save checkpoint /dev/null/it: File exists"
+        assert names == ["step=1.ckpt"]
+
+
+def test_the_strategy_completes_lightnings_wrapper() -> None:
+    """``AsyncCheckpointIO()`` saves as our IO does, unless it wraps another one."""
+    wrapper = AsyncCheckpointIO()
+    other = AsyncCheckpointIO(TorchCheckpointIO())
+    assert DDPExtStrategy(checkpoint_io=wrapper).checkpoint_io is wrapper
+    assert type(wrapper.checkpoint_io) is RankZeroCheckpointIO
+    assert DDPExtStrategy(checkpoint_io=other).checkpoint_io is other
+    assert type(other.checkpoint_io) is TorchCheckpointIO
+
+
 def read_while_writing(kind: training.Kind, directory: Path) -> None:
-    """Save a large checkpoint in the background, and read it immediately."""
+    """Save a large checkpoint in the background, and read it in the next step."""
     path = directory / "large.ckpt"
     keeper = Keeper(torch.zeros(LARGE, dtype=torch.uint8))
-    io = RankZeroCheckpointIO(background=True)
-    trainer = checkpointing.trainer_for(kind, directory, io, [keeper], max_epochs=1)
+    io = checkpointing.make_io(is_background=True)
+    save = training.At("on_train_epoch_end", lambda trainer: trainer.save_checkpoint(path))
+    read = training.At("on_train_epoch_end", lambda trainer: trainer.strategy.load_checkpoint(path))
+    trainer = checkpointing.trainer_for(kind, directory, io, [keeper, save, read], max_epochs=1)
     trainer.fit(Net())
-    trainer.save_checkpoint(path)
-    trainer.test(Net(), ckpt_path=path, verbose=False)
 
 
 @pytest.mark.parametrize("kind", training.KINDS)
@@ -156,7 +206,7 @@ def test_the_callback_brings_its_io_to_a_single_device(tmp_path: Path) -> None:
 
     After the fit, no method of the strategy and of the IO is replaced any longer.
     """
-    io = RankZeroCheckpointIO(background=True)
+    io = checkpointing.make_io(is_background=True)
     callback = RankZeroCheckpoint(tmp_path, checkpoint_io=io)
     trainer = single_device_trainer(RankZeroCheckpoint(every_n_epochs=2), callback)
     trainer.fit(Net())

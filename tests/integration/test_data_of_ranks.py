@@ -10,9 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from lightning_ddp_ext import SamplingError, ScalableDistributedSampler
-from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.integration.data.training_data import TrainingData, describe_difference
+from lightning_ddp_ext.integration.data.uneven import TrainingData, describe_difference
 from tests.harness.ranks import run_ranks
 from tests.harness.training import Net, make_strategy, make_trainer, warnings_with
 from tests.integration.continuing import Numbers, Stream, Training
@@ -199,6 +198,5 @@ def test_the_rank_that_differs_from_many_is_named() -> None:
     lengths = [5] * 16
     lengths[12] = 4
     data_by_rank = [TrainingData(1, (), [{"length": length}]) for length in lengths]
-    position = LoaderPosition(DataLoader(Numbers(5)), world_size=16, remembered=1)
-    difference = describe_difference(data_by_rank, [position])
+    difference = describe_difference(data_by_rank, [DataLoader(Numbers(5))])
     assert "length differs (4 on rank 12, 5 on ranks 0-11, 13-15);" in str(difference)

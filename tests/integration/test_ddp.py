@@ -1,5 +1,5 @@
-"""DDP averages gradients by a comm hook, also on CPU ranks, and its error about unused
-parameters names them.
+"""DDP averages gradients by a comm hook, also on CPU ranks if the hook works there, and its
+error about unused parameters names them.
 """
 
 from pathlib import Path
@@ -10,7 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
 from torch.nn.utils import parameters_to_vector
 
 from tests.harness import training
@@ -61,6 +65,48 @@ def test_a_comm_hook_averages_the_gradients(tmp_path: Path) -> None:
         assert not torch.allclose(rounded, without, **IN_FLOAT64), "the hook was not called"
 
 
+LEFT_OUT = {
+    "bf16_compress_hook is left out on CPU: BF16": {
+        "ddp_comm_hook": default_hooks.bf16_compress_hook
+    },
+    "bf16_compress_wrapper_hook is left out on CPU: BF16": {
+        "ddp_comm_hook": mean_over_ranks,
+        "ddp_comm_wrapper": default_hooks.bf16_compress_wrapper,
+    },
+    "post_localSGD_hook is left out on CPU: its PostLocalSGDState needs subgroup=": {
+        "ddp_comm_hook": post_localSGD_hook.post_localSGD_hook,
+        "ddp_comm_state": post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=2),
+        "model_averaging_period": 100,
+    },
+}
+
+
+def train_without_hooks(
+    kind: training.Kind, directory: Path
+) -> tuple[list[list[str]], list[Tensor]]:
+    """Return the warnings of each training, and the parameters after it."""
+    warnings = []
+    learned = []
+    for strategy in (NO_HOOK, *LEFT_OUT.values()):
+        L.seed_everything(1)
+        model = training.Net()
+        with training.warnings_with("left out") as warned:
+            training.fit(kind, directory, model, strategy=strategy)
+        warnings.append(warned)
+        learned.append(parameters_to_vector(model.parameters()).detach())
+    return warnings, learned
+
+
+def test_a_comm_hook_that_needs_gpus_is_left_out_on_cpu(tmp_path: Path) -> None:
+    """Rank 0 names it and the reason once, and the ranks learn as without it."""
+    (first, learned), (second, _) = training.on_ranks("ours", train_without_hooks, tmp_path)
+    assert [len(warned) for warned in first] == [0] + [1] * len(LEFT_OUT)
+    for [warning], start in zip(first[1:], LEFT_OUT, strict=True):
+        assert warning.startswith(f"ddp_comm_hook {start}")
+    assert second == [[], *([] for _ in LEFT_OUT)]
+    training.assert_same(learned[1:], learned[:1] * len(LEFT_OUT))
+
+
 # Unused parameters.
 
 SPARE_LAYERS = 6
@@ -107,8 +153,31 @@ def test_unused_parameters_are_named(
     first, second = training.fit_on(2, tmp_path, Forgetful(), *callbacks)
     assert (first.exit_code, second.exit_code) == (1, 1)
     assert second.failure.message.startswith(
-        "rank 1 did not use these parameters to compute the loss that training_step returned:"
-        f" {', '.join(unused[:10])} and {len(unused) - 10} more; DDP waits for their gradients. If"
-        " this is intended, choose strategy='ddp_ext_find_unused_parameters_true', or"
+        "a backward pass on rank 1 did not reach these parameters:"
+        f" {', '.join(unused[:10])} and {len(unused) - 10} more; DDP waits for their gradients in"
+        " each backward pass. If the loss is not to depend on them, choose"
+        " strategy='ddp_ext_find_unused_parameters_true', or"
         " DDPExtStrategy(find_unused_parameters=True)\n"
     ), second.failure.message
+
+
+class Penalised(training.Net):
+    """Computes the gradient of a penalty for its first layer by a second backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        self.manual_backward(self.loss(batch))
+        first: Any = self.layers[0]
+        self.manual_backward(first.weight.square().sum() + first.bias.square().sum())
+
+
+def test_parameters_that_a_second_backward_pass_leaves_out_are_named(tmp_path: Path) -> None:
+    """The error speaks of a backward pass, since the step's first one reached them."""
+    for rank, outcome in enumerate(training.fit_on(2, tmp_path, Penalised())):
+        assert outcome.failure.message.startswith(
+            f"a backward pass on rank {rank} did not reach these parameters: layers.1.weight,"
+            " layers.1.bias, layers.3.weight, layers.3.bias; DDP waits for their gradients"
+        ), outcome.failure.message

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.integration.data.positions import training_generators
+from lightning_ddp_ext.integration.data.resume import device_generators
 from lightning_ddp_ext.rendezvous.process_context import current
 from tests.harness import training
 
@@ -104,7 +104,7 @@ def test_generators_of_all_devices_of_a_rank_belong_to_its_training() -> None:
     generators = tuple(torch.Generator() for _ in range(4))
     second_rank = with_gpus(4, local_rank=1)
     with patch.object(torch.cuda, "default_generators", generators):
-        found = training_generators(second_rank, positions=[])
+        found = device_generators(second_rank)
     assert [generators.index(generator) for generator in found] == [2, 3]
 
 

@@ -1,21 +1,19 @@
 """Evaluations in which samples cannot or must not count once are stock's.
 
-They have combined loaders, ``dataloader_iter``, whole batches only, a sampler of the
-user's that repeats samples, or ``exact_evaluation=False``.
+They have combined loaders, ``dataloader_iter``, whole batches only, a batch sampler of
+the user's, a sampler that repeats samples, or ``exact_evaluation=False``.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_both
-from tests.integration.evaluating import Scorer, loader
+from tests.integration.evaluating import Ragged, Scorer, loader
 
 Mode = Literal["min_size", "max_size", "max_size_cycle"]
 
@@ -40,16 +38,6 @@ class Pairs(Scorer):
                 super().validation_step(batch, index, number)
 
 
-class Whole(BatchSampler):
-    """Yields whole batches only, although it says ``drop_last=False``."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return islice(super().__iter__(), len(self))
-
-    def __len__(self) -> int:
-        return len(self.sampler) // self.batch_size
-
-
 @dataclass
 class Case:
     """What a rank reads, the model, and options of the Trainer and of our strategy."""
@@ -71,7 +59,7 @@ CASES = {
     **{f"{mode}, fast_dev_run": combined(mode, fast_dev_run=True) for mode in MODES},
     "dataloader_iter": Case(lambda rank: loader(5, 2), Pulls),
     "drop_last": Case(lambda rank: loader(9, 2, drop_last=True)),
-    "whole batches": Case(lambda rank: loader(9, batch_sampler=Whole(range(9), 5, False))),
+    "the user's batches": Case(lambda rank: loader(13, batch_sampler=Ragged(range(13), 2, False))),
     "a sampler that repeats": Case(
         lambda rank: loader(5, sampler=DistributedSampler(range(5), 2, rank, shuffle=False))
     ),

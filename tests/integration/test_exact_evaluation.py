@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from torchmetrics.wrappers import ClasswiseWrapper
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler
 from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_ranks
 from tests.integration.continuing import workers
-from tests.integration.evaluating import Batch, Ragged, loader
+from tests.integration.evaluating import Batch, loader
 
 WORKERS = workers(2, persistent_workers=True)
 SIZES_OF_SEVERAL = ((7, 1), (10, 3), (1, 1), (23, 6))
@@ -40,9 +39,6 @@ READERS: dict[str, Callable[[int, int], list[DataLoader[Any]]]] = {
     "items": lambda samples, size: [loader(samples, None)],
     "workers": lambda samples, size: [loader(samples, size, **WORKERS)],
     "stateful": lambda samples, size: [loader(samples, size, StatefulDataLoader)],
-    "ragged": lambda samples, size: [
-        loader(samples, batch_sampler=Ragged(range(samples), 2, False))
-    ],
     "two": lambda samples, size: [loader(samples, size), loader(samples + 1, size)],
     "several": lambda samples, size: [
         loader(samples, size),
@@ -89,9 +85,8 @@ LIMITED = [
 ]
 READ_AS_STOCK = [
     *(Case("batches", samples, size) for samples in (1, 4, 5, 13) for size in (1, 3)),
-    *(Case(reader, 1, 2) for reader in ("items", "stateful", "two", "ragged")),
-    *(Case(reader, 13, 3) for reader in ("items", "stateful", "two", "ragged", "workers")),
-    Case("ragged", 5, 2),
+    *(Case(reader, 1, 2) for reader in ("items", "stateful", "two")),
+    *(Case(reader, 13, 3) for reader in ("items", "stateful", "two", "workers")),
     Case("several", 2, 2),
     Case("shuffled", 13, 4),
 ]
@@ -103,20 +98,16 @@ UNLIMITED = [*READ_AS_STOCK, *READ_OTHERWISE, *UNREPEATING]
 
 
 class InPlace(Metric):
-    """Adds in place to its state, as some metrics do, and to attributes that are not states."""
+    """Adds in place to its state, as some metrics do."""
 
     total: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.add_state("total", torch.zeros(()), "sum")
-        self.updates = np.zeros(1)
-        self.kept: list[list[Tensor]] = [[]]
 
     def update(self, values: Tensor) -> None:
         self.total += values.sum()
-        self.updates += 1
-        self.kept[0].append(values)
 
     def compute(self) -> Tensor:
         return self.total
@@ -202,7 +193,6 @@ class Collects(L.LightningModule):
         collected: what depends on the samples of each rank, repeated ones included.
         sizes: the loader and the size of each batch of the last evaluation.
         counted: the samples in steps of this evaluation in which the rank was not idle.
-        steps: the number of such steps of all evaluations, by loader.
     """
 
     def __init__(self, loaders: int) -> None:
@@ -210,7 +200,6 @@ class Collects(L.LightningModule):
         self.weight = nn.Parameter(torch.ones(1))
         self.trained = InPlace()
         self.metrics = nn.ModuleList(make_metrics() for _ in range(loaders))
-        self.steps = [0] * loaders
         self.joint: dict[str, Any] = {}
         self.collected: dict[str, Any] = {}
 
@@ -242,7 +231,6 @@ class Collects(L.LightningModule):
         self.sizes.append((dataloader_idx, len(x)))
         if not getattr(self.trainer.strategy, "is_idle", False):
             self.counted += len(x)
-            self.steps[dataloader_idx] += 1
         gathered: Any = self.all_gather(x)
         assert gathered.numel() == len(x) * self.trainer.world_size, "ranks have other shapes"
 
@@ -262,9 +250,6 @@ class Collects(L.LightningModule):
         outputs = torch.cat(self.outputs)
         self.collected = {"own": outputs, "gathered": self.all_gather(outputs)}
         for number, metrics in enumerate(self.metrics):
-            # What an idle step has changed is restored, so only other steps count.
-            added: Any = metrics["sum"]
-            assert added.updates == len(added.kept[0]) == self.steps[number]
             computed = {name: metrics[name].compute() for name in UNLOGGED}
             seen = computed["seen"].sort().values
             self.joint[f"seen {number}"] = seen

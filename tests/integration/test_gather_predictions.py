@@ -1,8 +1,7 @@
 """Predictions of all ranks, once each and in the dataset's order, on rank 0."""
 
 import tracemalloc
-from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext import DDPExtStrategy, ExactDistributedSampler
-from lightning_ddp_ext.data.prediction_rows import PredictedBatch, join_batches
 from lightning_ddp_ext.errors import SamplingError
 from lightning_ddp_ext.integration.data.predictions import gather_predictions
 from tests.harness import ranks, training
@@ -26,6 +24,19 @@ from tests.harness.network import Network
 class Pair(NamedTuple):
     whole: Any
     half: Any
+
+
+class Backwards(Sampler[int]):
+    """Yields indices from the last to the first, as tensors."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.arange(len(self.data)).flip(0))
+
+    def __len__(self) -> int:
+        return len(self.data)
 
 
 def structured(x: Tensor) -> Any:
@@ -85,12 +96,19 @@ def predict_numbers(
     return Predicted(gather_predictions(trainer), model.read)
 
 
+def in_the_middle(samples: int) -> ExactDistributedSampler:
+    sampler = ExactDistributedSampler(range(samples))
+    sampler.resume_at(epoch=0, position=3)
+    return sampler
+
+
 @pytest.mark.parametrize(
     ("samples", "sampler"),
     [
-        pytest.param(1, None, id="fewer samples than ranks"),
+        pytest.param(3, None, id="one sample of each rank"),
         pytest.param(7, None, id="several samples"),
         pytest.param(7, ExactDistributedSampler(range(7)), id="the user's sampler"),
+        pytest.param(7, in_the_middle(7), id="the sampler of a resumed epoch"),
     ],
 )
 def test_every_prediction_is_gathered_once_and_in_order(
@@ -132,7 +150,7 @@ class Case(NamedTuple):
 
 CASES = {
     "several loaders": Case(
-        lambda rank: [loader(5), loader(5, shuffle=True), loader(2)],
+        lambda rank: [loader(5), loader(5, sampler=Backwards(range(5))), loader(2)],
         gathered=[torch.arange(5.0), torch.arange(5.0), torch.arange(2.0)],
     ),
     "the user's batch sampler": Case(
@@ -174,13 +192,17 @@ def test_predictions_are_those_of_the_samples_that_were_read(tmp_path: Path) -> 
 LARGE = 1 << 20  # numbers
 
 
+def view(x: Tensor) -> Tensor:
+    return x.repeat(LARGE, 1).T[:, :1]
+
+
 def gather_views(kind: training.Kind, directory: Path) -> int:
-    """Gather five numbers, which are views of large tensors in a mapping within a dict.
+    """Gather twice five numbers, which are views of large tensors.
 
     Return the most bytes of Python objects, which include what is sent but no tensors.
     """
     trainer = new_trainer(kind, directory)
-    trainer.predict(Predicts(lambda x: {"x": UserDict(y=x.repeat(LARGE, 1).T[:, :1])}), loader(5))
+    trainer.predict(Predicts(lambda x: {"x": view(x), "each": list(view(x))}), loader(5))
     tracemalloc.start()
     gather_predictions(trainer)
     _, most_bytes = tracemalloc.get_traced_memory()
@@ -205,33 +227,36 @@ def predicting(function: Callable[[Tensor], Any]) -> Callable[[L.Trainer], objec
     return lambda trainer: trainer.predict(Predicts(function), loader(3))
 
 
+NO_PREDICTIONS = (
+    "trainer must have predictions whose samples are known (got none); first call trainer.predict"
+)
 REFUSALS = [
     Refusal(
         lambda trainer: None,
-        "trainer has no predictions; first call trainer.predict with data on every rank",
+        NO_PREDICTIONS,
     ),
     Refusal(
         lambda trainer: trainer.predict(Predicts(), loader(3), return_predictions=False),
-        "trainer.predict must keep its predictions (got return_predictions=False);",
+        NO_PREDICTIONS,
     ),
     Refusal(
         lambda trainer: trainer.predict(Predicts(), [torch.ones(2, 1)]),
-        "loader 0 must record the samples of each batch (got Tensor, which does not);",
+        NO_PREDICTIONS,
     ),
     Refusal(
         predicting(torch.mean),
-        "predictions must have one row per sample, 2 in this batch (got Tensor, rows: none",
+        "predictions cannot be joined: TypeError: len() of a 0-d tensor; predict_step must return",
     ),
     Refusal(
         predicting(lambda x: {"x": x[:1]}),
-        "predictions['x'] must have one row per sample, 2 in this batch (got Tensor",
+        (
+            "predictions cannot be joined: ValueError: predictions['x'] must have one row per"
+            " sample, 2 in a batch (got 1); predict_step must return a tensor"
+        ),
     ),
     Refusal(
         predicting(lambda x: {"x": x} if 0 in x else {"x": x, "y": x}),
-        (
-            "predictions must have the same structure in all batches"
-            " (got {'x': 'Tensor'} and {'x': 'Tensor', 'y': 'Tensor'})"
-        ),
+        "predictions cannot be joined: ValueError: Node ",
     ),
     Refusal(
         predicting(lambda x: torch.ones(len(x), len(x))),
@@ -284,18 +309,3 @@ def test_predictions_of_hosts_whose_names_are_loopback_addresses(two_hosts: Netw
     )
     assert first.tolist() == [0, 1, 2, 3, 4]
     assert second is None
-
-
-def test_samples_may_be_tensors() -> None:
-    """A user's sampler may yield the samples of a batch as tensors."""
-    first = PredictedBatch([torch.tensor(1), torch.tensor(0)], ["b", "a"])
-    second = PredictedBatch([torch.tensor(1), torch.tensor(2)], ["again", "c"])
-    assert join_batches([first, second]) == ["a", "b", "c"]
-
-
-def test_other_mappings_are_joined_as_dicts_at_any_depth() -> None:
-    """A mapping in a tuple, such as BatchEncoding of transformers, is joined by its keys."""
-    first = PredictedBatch([1, 0], (UserDict(x=torch.tensor([10, 0])),))
-    second = PredictedBatch([2], (UserDict(x=torch.tensor([20])),))
-    (joined,) = join_batches([first, second])
-    assert joined["x"].tolist() == [0, 10, 20]

@@ -177,7 +177,7 @@ def test_last_is_not_an_older_file_if_the_newest_cannot_be_read(tmp_path: Path) 
     error, of_rank_1 = training.on_ranks("ours", refused_last, tmp_path, tmp_path)
     assert of_rank_1 == error
     assert error.startswith(
-        f"CheckpointError: checkpoint {unreadable} could not be read, but may be intact: "
+        f"CheckpointError: checkpoint {unreadable} could not be read: OSError: "
     )
 
 

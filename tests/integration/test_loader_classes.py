@@ -1,13 +1,15 @@
 """Loaders and batch samplers of the user's own classes are divided among ranks."""
 
+import os
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from lightning_ddp_ext.errors import ConfigurationError
 from tests.harness.training import Kind, on_both, on_ranks
 from tests.integration.continuing import Batches, Numbers, read
 
@@ -34,33 +36,29 @@ class FixedOptions(DataLoader[Any]):
         super().__init__(dataset, batch_size=2, shuffle=True)
 
 
-class Repeated(BatchSampler):
-    """Takes one more argument than torch's batch sampler."""
+class Pairs(BatchSampler):
+    """Takes other arguments than torch's batch sampler, and draws batches of pairs."""
 
-    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, times: int = 1) -> None:
-        super().__init__(sampler, batch_size, drop_last)
-        self.times = times
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (batch * self.times for batch in super().__iter__())
-
-
-class DrawsInConstructor(BatchSampler):
-    """Draws its batches in its constructor."""
-
-    def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
-        super().__init__(sampler, batch_size, drop_last)
-        self.batches = list(super().__iter__())
+    def __init__(self, samples: int, *, by: int) -> None:
+        super().__init__(RandomSampler(range(samples // by)), 1, drop_last=False)
+        self.by = by
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches)
+        return ([by * self.by, by * self.by + 1] for [by] in super().__iter__())
 
 
-class DrawnPairs(DrawsInConstructor):
-    """Draws its batches in a constructor that takes other arguments."""
+class Batched(BatchSampler):
+    """A subclass of torch's batch sampler that changes nothing."""
 
-    def __init__(self, samples: int) -> None:
-        super().__init__(SequentialSampler(range(samples)), 2, False)
+
+class Unsized:
+    """Batches of a rank, of which there is no number."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[self.rank], [self.rank + 2]])
 
 
 class IteratorInConstructor(DataLoader[Any]):
@@ -88,16 +86,11 @@ class ReadsOwnBatchSampler(DataLoader[Any]):
 
 CREATED_AGAIN: dict[str, Callable[[], DataLoader[Any]]] = {
     "plain": lambda: DataLoader(Numbers(8), batch_size=2, shuffle=True),
-    "draws in constructor": lambda: batched(DrawsInConstructor(RandomSampler(range(8)), 2, False)),
     "reads own batch sampler": lambda: ReadsOwnBatchSampler(Numbers(8), batch_size=2, shuffle=True),
     "iterator in constructor": lambda: IteratorInConstructor(
         Numbers(8), batch_size=2, shuffle=True
     ),
 }
-
-
-def repeated() -> DataLoader[Any]:
-    return batched(Repeated(RandomSampler(range(8)), 2, False, times=2))
 
 
 def given(loader: DataLoader[Any]) -> Callable[[], DataLoader[Any]]:
@@ -106,20 +99,15 @@ def given(loader: DataLoader[Any]) -> Callable[[], DataLoader[Any]]:
 
 
 def read_created_again(kind: Kind, directory: Path) -> dict[str, Batches]:
-    """Return one epoch of loaders from before the run, and of one from a hook."""
-    batches = {
+    """Return one epoch of loaders from before the run."""
+    return {
         name: read(kind, directory, given(make()), max_epochs=1)
         for name, make in CREATED_AGAIN.items()
     }
-    batches["repeated, in a hook"] = read(kind, directory, repeated, max_epochs=1)
-    return batches
 
 
-def test_batch_samplers_that_can_be_created_again_are_as_with_stock(tmp_path: Path) -> None:
-    """Lightning creates them anew, with a sampler for the rank.
-
-    It knows the arguments of those that are created in a hook.
-    """
+def test_loaders_that_can_be_created_again_are_as_with_stock(tmp_path: Path) -> None:
+    """Lightning creates them anew, with a sampler for the rank."""
     ours, stock = on_both(read_created_again, tmp_path)
     assert ours == stock
 
@@ -164,35 +152,75 @@ def test_a_loader_whose_class_cannot_be_created_again_keeps_its_arguments(
         assert from_before == expected
 
 
-def refuse_batches(kind: Kind, directory: Path, batch_sampler: Any) -> str:
-    """Return the error of a run on batches that exist before it."""
-    with pytest.raises(ConfigurationError) as raised:
-        read(kind, directory, given(batched(batch_sampler)))
+BATCHES: dict[str, Callable[[], Any]] = {
+    "other arguments": lambda: Pairs(10, by=2),
+    "a list": lambda: [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]],
+    "torch's subclass": lambda: Batched(RandomSampler(range(10)), 2, drop_last=False),
+}
+
+
+def read_batches(kind: Kind, directory: Path, name: str) -> list[Batches]:
+    """Return the batches of a loader from a hook, and of one from before the run."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    loader = DataLoader(Numbers(10), batch_sampler=BATCHES[name]())
+    return [read(kind, directory, make) for make in (lambda: loader, given(loader))]
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_ranks_divide_the_users_batches(name: str, tmp_path: Path) -> None:
+    """In each epoch, the ranks together read one draw, and repeat its first batch to have
+    equally many, which are as many as with stock.
+    """
+    by_rank = on_ranks("ours", read_batches, tmp_path, name)
+    for first, second in zip(*by_rank, strict=True):
+        for epoch in (0, 1):
+            own, others = first[epoch], second[epoch]
+            assert len(own) == len(others) == 3
+            assert others[-1] == own[0]
+            assert sorted(chain(*own, *others[:-1])) == [*range(10)]
+        is_drawn = name != "a list"
+        assert (first[0] != first[1]) == is_drawn
+
+
+def read_whole(kind: Kind, directory: Path) -> list[int]:
+    """Return the numbers of batches of loaders whose batches are whole."""
+    samples = (9, 10, 12, 16)
+    loaders = [
+        DataLoader(Numbers(each), batch_sampler=Batched(range(each), 2, drop_last=True))
+        for each in samples
+    ]
+    return [len(read(kind, directory, given(each), max_epochs=1)[0]) for each in loaders]
+
+
+def test_ranks_have_stocks_number_of_whole_batches(tmp_path: Path) -> None:
+    """With ``drop_last=True``, batches that not every rank has are left out."""
+    ours, stock = on_both(read_whole, tmp_path)
+    assert ours == stock
+
+
+def read_divided(kind: Kind, directory: Path) -> Batches:
+    """Return the batches of a batch sampler whose sampler divides the samples."""
+    own = DistributedSampler(range(8), 2, int(os.environ["RANK"]), shuffle=False)
+    loader = DataLoader(Numbers(8), batch_sampler=Batched(own, 2, drop_last=False))
+    return read(kind, directory, given(loader))
+
+
+def test_batches_of_a_distributed_sampler_are_stocks(tmp_path: Path) -> None:
+    """They are not divided a second time."""
+    ours, stock = on_both(read_divided, tmp_path)
+    assert ours == stock
+
+
+def refuse_unsized(kind: Kind, directory: Path) -> str:
+    """Return the error of a run on batches without a number."""
+    loader = DataLoader(Numbers(8), batch_sampler=Unsized(int(os.environ["RANK"])))
+    with pytest.raises(TypeError) as raised:
+        read(kind, directory, given(loader))
     return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("batch_sampler", "beginning"),
-    [
-        pytest.param(
-            DrawnPairs(8),
-            "DrawnPairs over SequentialSampler takes no distributed sampler",
-            id="other arguments",
-        ),
-        pytest.param(
-            Repeated(SequentialSampler(range(8)), 2, False, times=2),
-            "batch_sampler Repeated must have no arguments besides torch's (got times), or be"
-            " created in a hook such as train_dataloader",
-            id="an unknown argument",
-        ),
-        pytest.param([[0, 1], [2, 3]], "list takes no distributed sampler", id="a list"),
-    ],
-)
-def test_batches_that_cannot_be_divided_are_refused_with_a_remedy(
-    batch_sampler: Any, beginning: str, tmp_path: Path
-) -> None:
-    """Every rank's error names the class and the remedies."""
-    for message in on_ranks("ours", refuse_batches, tmp_path, batch_sampler):
-        assert message.startswith(beginning)
-        assert "batch_sampler=DistributedBatchSamplerWrapper(...)" in message
-        assert "Trainer(use_distributed_sampler=False)" in message
+def test_batches_without_a_number_are_refused_as_with_stock(tmp_path: Path) -> None:
+    """The error is Lightning's, which names ``use_distributed_sampler``."""
+    ours, stock = on_both(refuse_unsized, tmp_path)
+    assert ours == stock
+    assert "Trainer(use_distributed_sampler=False)" in ours[0]

@@ -32,19 +32,27 @@ class Case:
     is_of_epoch: bool = False
 
 
+NOTHING = "no further value"
 CASES = {
-    "one more": Case(["a", "b"], f"rank 1 logged {B} (compared with rank 0); every rank"),
-    "another": Case(["b"], f"rank 1 logged {B} and did not log {A}"),
+    "one more": Case(["a", "b"], f"rank 0 logged {NOTHING}; rank 1 logged {B}; every rank"),
+    "another": Case(["b"], f"rank 0 logged {A}; rank 1 logged {B}; every rank"),
     "nothing": Case([], f"rank 0 began the reduction of {A}", RankAbsentError, first_step=0),
     "something": Case(["a"], f"rank 1 began the reduction of {A}", RankAbsentError, common=()),
     "many": Case(
         [f"{number}" for number in range(70)],
-        "training_step.7 (mean) and 62 more and did not log",  # the first eight are listed
+        "training_step.7 (mean) and 62 more; every rank",  # the first eight are listed
         first_step=0,
     ),
-    "nothing in the last step": Case([], f"rank 1 did not log {A}", first_step=LAST_STEP),
+    "the last of many": Case(
+        [*map(str, range(200)), "b"],
+        f"rank 0 logged {A}; rank 1 logged {B}; every rank",
+        common=[*map(str, range(200)), "a"],
+    ),
+    "nothing in the last step": Case(
+        [], f"rank 0 logged {A}; rank 1 logged {NOTHING}", first_step=LAST_STEP
+    ),
     "another after the epoch": Case(
-        ["b"], f"rank 1 logged {B} and did not log {A}", first_step=0, is_of_epoch=True
+        ["b"], f"rank 0 logged {A}; rank 1 logged {B}", first_step=0, is_of_epoch=True
     ),
     "one more after the epoch": Case(
         ["a", "b"], f"began the reduction of {B}", DDPExtError, first_step=0, is_of_epoch=True

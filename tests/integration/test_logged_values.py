@@ -64,6 +64,7 @@ class AllKinds(Net):
         self.log("of a group", loss, sync_dist=True, sync_dist_group=dist.group.WORLD)
         products = {f"{number}": loss * number for number in range(8)}
         self.log_dict(products, sync_dist=True, on_epoch=True)
+        self.log_dict({f"of many {number}": loss + number for number in range(250)}, sync_dist=True)
 
     def log_metrics(self, loss: Tensor) -> None:
         self.metric.update(loss)

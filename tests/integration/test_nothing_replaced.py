@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
@@ -191,7 +192,7 @@ def changed_in_process(before: dict[str, Any]) -> set[str]:
 def parts_of_run(kind: training.Kind, directory: Path, played: Played) -> list[weakref.ref[Any]]:
     """Run, and return references to what the run used."""
     strategy = training.make_strategy(
-        kind, directory, checkpoint_io=RankZeroCheckpointIO(background=True)
+        kind, directory, checkpoint_io=AsyncCheckpointIO(RankZeroCheckpointIO())
     )
     trainer = training.make_trainer(
         strategy,

@@ -10,15 +10,13 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
-    DataLoader,
     RandomSampler,
-    SequentialSampler,
     Subset,
     WeightedRandomSampler,
 )
 
 from tests.harness import training
-from tests.integration.continuing import Backwards, Batches, Numbers, loader, read
+from tests.integration.continuing import Backwards, Batches, loader, read
 
 LOADERS: dict[str, Any] = {
     "padded": loader(11, shuffle=True),
@@ -26,10 +24,6 @@ LOADERS: dict[str, Any] = {
     "dropping": loader(10, batch_size=4, shuffle=True, drop_last=True),
     "one sample": loader(1, batch_size=1, shuffle=True),
     "no batches": loader(5, batch_size=None),
-    "own batches": lambda: DataLoader(
-        Numbers(9),
-        batch_sampler=Backwards(SequentialSampler(range(9)), batch_size=2, drop_last=True),
-    ),
     "two loaders": lambda: [loader(7, shuffle=True)(), loader(5, shuffle=True)()],
 }
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 
 from lightning_ddp_ext import RankZeroCheckpointIO
@@ -140,44 +139,26 @@ def test_hooks_and_models_choose_what_is_loaded(
         training.assert_same({name: rank.lenient[name] for name in before}, before)
 
 
-class Started(NamedTuple):
-    """A run that started from a plain state dict."""
-
-    state: dict[str, Any]  # at the start of training
-    lines: list[str]  # of the log, about this and the file's other uses
-
-
-def from_state_dict(kind: training.Kind, directory: Path, path: Path) -> Started:
-    """Train from a plain state dict, and assert that evaluations have its weights."""
-    log: list[str] = []
-    # A filter only records the messages: it is true for each of them, so all are kept.
-    rank_zero.log.addFilter(lambda record: log.append(record.getMessage()) is None)
-    state = checkpointing.fit_from(checkpointing.trainer_for(kind, directory, max_epochs=1), path)
-    for use in ("validate", "test", "predict"):
-        model = Net()
-        getattr(checkpointing.trainer_for(kind, directory), use)(model, ckpt_path=path)
-        training.assert_same(state["weights"], training.weights(model))
-    told = f"{path} is a plain state dict: its weights are loaded"
-    return Started(state, [line for line in log if line.startswith(told)])
+def on_own_devices(kind: training.Kind, directory: Path, path: Path) -> dict[str, Any]:
+    """Resume with tensors on each rank's own device, and return the state at the start."""
+    io = RankZeroCheckpointIO(map_location="rank")
+    trainer = checkpointing.trainer_for(kind, directory, io, [Keeper()], max_epochs=2)
+    return checkpointing.fit_from(trainer, path)
 
 
 @pytest.mark.parametrize("kind", training.KINDS)
-def test_a_plain_state_dict_starts_a_run(kind: training.Kind, tmp_path: Path) -> None:
-    """A file of `torch.save(model.state_dict())`, also of a wrapped and compiled model,
-    gives a run its weights.
-
-    So it does for validation, test and predictions, and the log lists what starts from
-    scratch.
-    """
-    torch.manual_seed(1)
-    saved = training.weights(Net())
-    path = tmp_path / "plain.pt"
-    torch.save({f"module._orig_mod.{name}": value for name, value in saved.items()}, path)
-    results = training.on_ranks(kind, from_state_dict, tmp_path, path)
-    for rank in results:
-        training.assert_same(rank.state["weights"], saved)
-        assert rank.state["step"] == 0
-    assert [len(rank.lines) for rank in results] == [4, 0]
+def test_a_file_from_a_gpu_is_resumed_on_each_ranks_own_device(
+    kind: training.Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``map_location="rank"``, CPU ranks resume a file whose tensors were on cuda:1."""
+    path = tmp_path / "it.ckpt"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:1")
+        before = checkpointing.train_and_save(path, plugins=[RankZeroCheckpointIO()])
+    with pytest.raises(RuntimeError, match="CUDA"):
+        torch.load(path)
+    for state in training.on_ranks(kind, on_own_devices, tmp_path, path):
+        training.assert_same(state, before)
 
 
 def use_the_plugin_alone(kind: training.Kind, directory: Path, path: Path) -> None:

@@ -220,7 +220,7 @@ class Case:
     @property
     def can_be_shared(self) -> bool:
         """Whether another number of ranks can share the rest of an epoch."""
-        by_strategy = INJECTED if self.injected == "yes" else ()
+        by_strategy = (*INJECTED, "batches") if self.injected == "yes" else ()
         return all(source.kind in ("scalable", "dealt", *by_strategy) for source in self.sources)
 
     def batches(self, source: Source, ranks: int) -> int:
@@ -655,7 +655,7 @@ def fault_in_rest(case: Case, epoch: int, firsts: list[Played], seconds: list[Pl
     whole = count(played.whole for played in firsts)
     read = count(played.steps for played in (*firsts, *seconds))
     repeated = case.ranks_after - 1
-    if source.kind == "dealt":
+    if source.kind in ("dealt", "batches"):
         # Pads by batches, and already on two ranks, which share nine of them.
         whole = Counter(set(whole))
         repeated = BATCH_SIZE * case.ranks_after

@@ -137,6 +137,24 @@ def test_a_validation_of_combined_loaders_starts_again(tmp_path: Path) -> None:
     assert run_ranks(stop_in_validation, 2, tmp_path) == NO_DIFFERENCE
 
 
+def stop_before_first_batch(rank: int, world_size: int, directory: Path) -> str:
+    """Describe how a run differs that a signal stops when its second epoch has begun."""
+    options = {"max_epochs": 2, "default_root_dir": directory / "run"}
+    training = Training(continuing.shuffled(SAMPLES), directory, options=options)
+    whole = training.run()
+    stop = continuing.signalled("on_train_epoch_start", earlier=1)
+    stopped = training.run(callbacks=[stop])
+    assert stopped.status is not None
+    return continuing.difference(
+        training, whole, len(stopped.steps), training.run(ckpt_path="last")
+    )
+
+
+def test_an_epoch_that_was_stopped_before_its_first_batch_continues(tmp_path: Path) -> None:
+    """The seeds of its workers were drawn before the random state was saved."""
+    assert run_ranks(stop_before_first_batch, 2, tmp_path) == NO_DIFFERENCE
+
+
 def resume_with_early_load(rank: int, world_size: int, directory: Path) -> str:
     """Describe how a resumed run differs if a hook loads the data before the checkpoint."""
     training = Training(continuing.shuffled(SAMPLES), directory)

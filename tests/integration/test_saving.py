@@ -13,7 +13,6 @@ from lightning_ddp_ext import (
     CheckpointSaveError,
     DDPExtError,
     RankZeroCheckpoint,
-    RankZeroCheckpointIO,
 )
 from tests.harness import training
 from tests.harness.training import Net
@@ -55,7 +54,7 @@ class Fitted(NamedTuple):
 def fit_on_full_disk(
     kind: training.Kind, directory: Path, callback: SaveEachEpoch, background: bool, epochs: int
 ) -> Fitted:
-    io = RankZeroCheckpointIO(background=background)
+    io = checkpointing.make_io(is_background=background)
     trainer = checkpointing.trainer_for(kind, directory, io, [callback], max_epochs=epochs)
     try:
         trainer.fit(Net())
@@ -127,7 +126,9 @@ def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
 
 
 def saved_with_a_function(kind: training.Kind, directory: Path) -> list[str]:
-    """Return the error of saving a function, in the foreground and in the background."""
+    """Return the errors of saving a function in a run: in the foreground, and in the
+    background.
+    """
 
     class Adds(L.Callback):
         def on_save_checkpoint(
@@ -135,14 +136,31 @@ def saved_with_a_function(kind: training.Kind, directory: Path) -> list[str]:
         ) -> None:
             checkpoint["function"] = lambda: None
 
-    io = RankZeroCheckpointIO()
     errors = []
-    trainer = checkpointing.trainer_for(kind, directory, io, [Adds()], max_epochs=1)
-    trainer.fit(Net())
-    for io.background in (False, True):
+    save = training.At(
+        "on_train_epoch_end", lambda trainer: trainer.save_checkpoint(directory / "it.ckpt")
+    )
+    for is_background in (False, True):
+        io = checkpointing.make_io(is_background=is_background)
+        trainer = checkpointing.trainer_for(kind, directory, io, [Adds(), save], max_epochs=1)
         with pytest.raises(DDPExtError) as caught:
-            trainer.save_checkpoint(directory / "it.ckpt")
+            trainer.fit(Net())
         errors.append(str(caught.value))
+    return errors
+
+
+def saved_after_a_failure(kind: training.Kind, directory: Path) -> list[str]:
+    """Return the errors of saving after the training, where nothing would wait for it."""
+    trainer = checkpointing.trainer_for(
+        kind, directory, checkpointing.make_io(is_background=True), max_epochs=1
+    )
+    trainer.fit(Net())
+    errors = []
+    for name in ("missing\0", "it.ckpt"):
+        try:
+            trainer.save_checkpoint(directory / name)
+        except (DDPExtError, ValueError) as error:
+            errors.append(str(error))
     return errors
 
 
@@ -154,6 +172,15 @@ def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     assert not list((tmp_path / "ours").glob("*.ckpt"))
 
 
+def test_a_save_after_the_training_is_finished_when_it_returns(tmp_path: Path) -> None:
+    """Every rank raises its error once, and the next save succeeds."""
+    errors, of_rank_1 = training.on_ranks("ours", saved_after_a_failure, tmp_path)
+    assert errors == of_rank_1
+    [error] = errors
+    assert "embedded null byte" in error
+    assert torch.load(tmp_path / "ours" / "it.ckpt")["epoch"] == 1
+
+
 def fail_on_rank_1(trainer: L.Trainer) -> None:
     if trainer.global_rank == 1:
         raise ValueError("on purpose")
@@ -163,7 +190,7 @@ def raises_in_training(
     kind: training.Kind, directory: Path, background: bool, callback: Any
 ) -> str:
     """Return the error of a training that fails on rank 1 in the third batch."""
-    io = RankZeroCheckpointIO(background=background)
+    io = checkpointing.make_io(is_background=background)
     trainer = checkpointing.trainer_for(
         kind,
         directory,

@@ -25,7 +25,8 @@ from lightning_ddp_ext import RankZeroCheckpoint, RankZeroCheckpointIO
 from lightning_ddp_ext.errors import RankDiedError
 from lightning_ddp_ext.supervision.signals import StopSignals
 from tests.harness import ranks, training
-from tests.integration import continuing
+from tests.integration import checkpointing, continuing
+from tests.integration.background_saves import FailsWhenAwaited
 
 STEP = "on_train_batch_start"
 ALL_STEPS = 6  # of two epochs
@@ -101,7 +102,7 @@ def stop_beside_saves(
 ) -> End:
     """Save after each step, and send SIGTERM to rank 1 in a hook of the second one."""
     saver = RankZeroCheckpoint(directory / "run", "{step}", every_n_train_steps=1, save_top_k=-1)
-    strategy = {"checkpoint_io": RankZeroCheckpointIO(background=background)}
+    strategy = {"checkpoint_io": checkpointing.make_io(is_background=background)}
     stop = signal_rank_one(hook)
     return fit(directory, saver, stop, strategy=strategy, enable_checkpointing=True)
 
@@ -124,7 +125,7 @@ def stop_after_failed_save(rank: int, world_size: int, directory: Path) -> End:
     """Save in the background below a device, and send SIGTERM to rank 1 in this step."""
     save = training.At("on_train_batch_end", lambda trainer: trainer.save_checkpoint(IN_DEVICE))
     stop = continuing.signalled("on_train_batch_end", 0, ranks=[1])
-    strategy = {"checkpoint_io": RankZeroCheckpointIO(background=True)}
+    strategy = {"checkpoint_io": FailsWhenAwaited(lambda path: path == IN_DEVICE)}
     return fit(directory, save, stop, strategy=strategy)
 
 

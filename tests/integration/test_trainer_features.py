@@ -2,6 +2,7 @@
 `DDPExtStrategy` as with `ddp`. What else a Trainer offers is in ``test_stock_sweep``.
 """
 
+import copy
 import os
 import shutil
 from pathlib import Path
@@ -147,3 +148,29 @@ def test_a_compiled_network_learns_what_it_learns_with_stock(tmp_path: Path) -> 
         training.on_ranks(kind, train_compiled, tmp_path, env=env) for kind in training.KINDS
     )
     training.assert_same(ours, stock)
+
+
+class CopyingTrainer(L.Callback):
+    """Copies the Trainer in each batch, as some loggers and callbacks do."""
+
+    def __init__(self) -> None:
+        self.copies: list[L.Trainer] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.copies.append(copy.deepcopy(trainer))
+
+
+def copy_a_running_trainer(kind: training.Kind, directory: Path) -> list[tuple[type, int]]:
+    """Return the class of each copy's loader, and the number of batches that it reads."""
+    copying = CopyingTrainer()
+    training.fit(kind, directory, Net(), copying, max_epochs=1)
+    return [
+        (type(each.train_dataloader), len(list(each.train_dataloader))) for each in copying.copies
+    ]
+
+
+def test_a_running_trainer_can_be_copied(tmp_path: Path) -> None:
+    """Its copies have the user's loaders, without the place in them."""
+    ours, stock = training.on_both(copy_a_running_trainer, tmp_path)
+    assert ours == stock
+    assert ours[0]

@@ -56,10 +56,7 @@ def form_groups_of_one(rank: int, world_size: int, where: Place) -> list[int]:
 
 
 def test_ranks_on_a_gpu_form_groups_of_some_ranks_over_gloo(tmp_path: Path) -> None:
-    """Each rank has the group of itself, and cannot use the other rank's.
-
-    ``SyncBatchNormConversion(process_group=1)`` and ``"node"`` need such groups.
-    """
+    """Each rank has the group of itself, and cannot use the other rank's."""
     sizes = run_ranks(form_groups_of_one, 2, place("file", tmp_path))
     assert sizes == [[1, -1], [-1, 1]]  # torch returns -1 to ranks outside of a group
 

@@ -102,7 +102,7 @@ def test_a_rank_that_nothing_can_wake_exits(
     """A process whose main thread blocks for ever exits and prints the reason."""
     faults = model.in_step(end, 0), model.in_step(model.wait_for_ever, 1)
     culprit, ended = launch_ranks(
-        model.fit, 2, tmp_path, *faults, grace={"failed": 0.1, "died": 0.3}
+        model.fit, 2, tmp_path, *faults, grace={"failed": 0.1, "died": 0.3}, save_deadline=1
     )
     assert f"[rank 1] {sentence.format(rank_name(0, culprit.pid))}" in ended.output
     assert ended.exit_code == 1

@@ -17,18 +17,18 @@ from ..strategy import DDPExtStrategy
 
 
 class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
-    """Lightning's ``ModelCheckpoint``, with ranks that save, fail and resume together.
+    """Use it instead of ``ModelCheckpoint`` if the ranks of stock ``ddp`` are to act together.
+
+    All ranks save, remove and restore together: every rank raises rank 0's error,
+    ``ckpt_path="last"`` and ``"best"`` mean the file that rank 0 finds, and every rank is
+    restored even if only rank 0 sees that file. All ranks use rank 0's scores and the
+    file names made from them, also with :class:`~lightning_ddp_ext.DDPExtStrategy`, which
+    does all else by itself. With a strategy that overrides ``save_checkpoint``, such as
+    FSDP, the callback warns and behaves like ``ModelCheckpoint``.
 
     It installs a :class:`~lightning_ddp_ext.RankZeroCheckpointIO` unless the user has
-    set another checkpoint IO. With a strategy that overrides ``save_checkpoint``, such
-    as FSDP, it warns and behaves like ``ModelCheckpoint``. With a stock ``ddp``
-    strategy, all ranks save, remove and restore together: every rank raises rank 0's
-    error, ``ckpt_path="last"`` and ``"best"`` mean the file that rank 0 finds, and
-    every rank is restored even if only rank 0 sees that file. All ranks use rank 0's
-    scores and the file names made from them.
-
-    Its state in a checkpoint is the same as ``ModelCheckpoint``'s, so each can read the
-    other's checkpoints.
+    set another checkpoint IO. Its state in a checkpoint is the same as
+    ``ModelCheckpoint``'s, so each can read the other's checkpoints.
 
     Args:
         *args: see ``ModelCheckpoint``.
@@ -46,7 +46,7 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
     """
 
     def __init__(
-        self, *args: Any, checkpoint_io: RankZeroCheckpointIO | None = None, **kwargs: Any
+        self, *args: Any, checkpoint_io: pl.plugins.CheckpointIO | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self._checkpoint_io = checkpoint_io
@@ -67,35 +67,49 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._replaced.undo_all()
-        self._checkpoints = self._install_in(trainer)
-        super().setup(trainer, pl_module, stage)
-
-    def _install_in(self, trainer: pl.Trainer) -> Checkpoints | None:
-        """Make the ranks save and restore together.
-
-        Return ``None`` if the strategy overrides ``save_checkpoint``.
-        """
+        self._checkpoints = None
         strategy = trainer.strategy
         has_own_save = type(strategy).save_checkpoint is not pl.strategies.Strategy.save_checkpoint
-        if has_own_save and not isinstance(strategy, DDPExtStrategy):
+        if isinstance(strategy, DDPExtStrategy):
+            self._install_io(strategy)
+            self._checkpoints = strategy.checkpoints
+        elif has_own_save:
             rank_zero_warn(
                 f"{type(strategy).__name__} overrides save_checkpoint, so RankZeroCheckpoint leaves"
                 " saving to it and behaves like an ordinary ModelCheckpoint"
             )
-            return None
-        self._install_io(trainer)
-        if isinstance(strategy, DDPExtStrategy):
-            return strategy.checkpoints
-        return _replace_methods(trainer, self._replaced)
+        else:
+            self._install_io(strategy)
+            self._checkpoints = Checkpoints(strategy)
+            self._checkpoints.install(trainer, self._replaced)
+        super().setup(trainer, pl_module, stage)
 
-    def _install_io(self, trainer: pl.Trainer) -> None:
-        strategy = trainer.strategy
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
+        self._replaced.undo_all()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
+        self._replaced.undo_all()
+
+    def _install_io(self, strategy: pl.strategies.Strategy) -> None:
         present = strategy.checkpoint_io
-        is_default = getattr(present, "is_default", False)
-        if is_default or type(present) is pl.plugins.TorchCheckpointIO:
-            strategy.checkpoint_io = _io_of_callbacks(trainer) or RankZeroCheckpointIO()
         own = self._checkpoint_io
-        if own is not None and own is not strategy.checkpoint_io:
+        if type(present) is pl.plugins.TorchCheckpointIO or getattr(present, "is_default", False):
+            strategy.checkpoint_io = own or RankZeroCheckpointIO.as_default()
+        elif own is not None and own is not present:
             raise ConfigurationError(
                 f"RankZeroCheckpoint(checkpoint_io={type(own).__name__}) would replace the"
                 f" Trainer's {type(present).__name__}; pass only one checkpoint IO, either in"
@@ -104,57 +118,7 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
 
     @override
     def _monitor_candidates(self, trainer: pl.Trainer) -> dict[str, Tensor]:
-        own_values = super()._monitor_candidates(trainer)
-        if self._checkpoints is None or self._checkpoints.is_interrupted:
-            return own_values
-        move = fabric.utilities.move_data_to_device
-        of_rank_zero = trainer.strategy.broadcast(move(own_values, "cpu"))
-        values: dict[str, Tensor] = move(of_rank_zero, trainer.strategy.root_device)
+        own = fabric.utilities.move_data_to_device(super()._monitor_candidates(trainer), "cpu")
+        is_together = self._checkpoints is not None and not self._checkpoints.is_interrupted
+        values: dict[str, Tensor] = trainer.strategy.broadcast(own) if is_together else own
         return values
-
-    @override
-    def _link_checkpoint(  # type: ignore[override]
-        self, trainer: pl.Trainer, filepath: str, linkpath: str
-    ) -> None:
-        io = trainer.strategy.checkpoint_io
-        if self._checkpoints is None or not isinstance(io, RankZeroCheckpointIO):
-            super()._link_checkpoint(trainer, filepath, linkpath)
-            return
-        self._checkpoints.on_rank_zero(lambda: io.link(filepath, linkpath), f"linking {linkpath}")
-
-
-def _io_of_callbacks(trainer: pl.Trainer) -> RankZeroCheckpointIO | None:
-    """Return the IO that a callback was given, if any."""
-    ios = [
-        callback._checkpoint_io
-        for callback in trainer.checkpoint_callbacks
-        if isinstance(callback, RankZeroCheckpoint)
-    ]
-    return next((io for io in ios if io is not None), None)
-
-
-def _replace_methods(trainer: pl.Trainer, replaced: ReplacedMethods) -> Checkpoints:
-    """Make the ranks of a stock strategy save and restore together.
-
-    The strategy's teardown undoes this.
-    """
-    strategy = trainer.strategy
-    io = strategy.checkpoint_io
-    checkpoints = Checkpoints(strategy)
-    teardown = io.teardown
-
-    def finish_and_undo() -> None:
-        try:
-            checkpoints.finish()
-            teardown()
-        finally:
-            replaced.undo_all()
-
-    replaced.replace(strategy, "save_checkpoint", checkpoints.save)
-    replaced.replace(strategy, "remove_checkpoint", checkpoints.remove)
-    replaced.restore_checkpoint_by(trainer, checkpoints.restore)
-    # The strategy calls these methods of its IO on every rank.
-    replaced.replace(io, "teardown", finish_and_undo)
-    if isinstance(io, RankZeroCheckpointIO):
-        replaced.replace(io, "load_checkpoint", checkpoints.load)
-    return checkpoints

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_ddp_ext.arguments import integer
 from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, source_of
 from lightning_ddp_ext.data.position import global_order_of
-from lightning_ddp_ext.data.seeding import seed_generators
+from lightning_ddp_ext.data.random_state import seed_generators
 
 from ..data.loaders import TrainerLoaders
 from ..data.positions import epoch_of

@@ -28,10 +28,12 @@ from lightning_ddp_ext.threads import wait_for_gpus
 
 from ..private.compat import trainer_of
 from ..private.lightning_tree import TrainerStatus, pl, rank_zero_warn
+from ..private.replaced_methods import ReplacedMethods
 from ..strategy_ranks import ranks_of
 from .checkpoint_io import RankZeroCheckpointIO
-from .loaded_content import adapt_to_model
-from .loading_overrides import may_keep_weights
+from .loading import may_keep_weights, raise_unless_saved_by_trainer
+
+AsyncCheckpointIO = pl.plugins.AsyncCheckpointIO
 
 
 class Checkpoints:
@@ -39,6 +41,10 @@ class Checkpoints:
 
     Every rank raises an error that occurs on any rank. After an exception that ends the
     run, rank 0 works without the others, which may never make the next call.
+
+    With Lightning's ``AsyncCheckpointIO``, a save continues in the background while the
+    Trainer trains. The next save, or the end, waits for it, and raises its error or
+    removes the checkpoints that it replaces.
 
     Args:
         strategy: our strategy or a stock one.
@@ -56,6 +62,16 @@ class Checkpoints:
         self.run = None if deadline is None else Run(is_outermost=False)
         # The file that :meth:`restore` is about to read, until :meth:`load` reads a file.
         self._path_to_restore: str | None = None
+        # On rank 0, the files to remove if the save in the background succeeds.
+        self._to_remove: list[PathOrUrl] = []
+
+    def install(self, trainer: pl.Trainer, replaced: ReplacedMethods) -> None:
+        """Make the ranks of a stock strategy save and restore together."""
+        replaced.replace(self._strategy, "save_checkpoint", self.save)
+        replaced.replace(self._strategy, "remove_checkpoint", self.remove)
+        replaced.restore_checkpoint_by(trainer, self.restore)
+        if isinstance(self.foreground_io, RankZeroCheckpointIO):
+            replaced.replace(self.foreground_io, "load_checkpoint", self.load)
 
     # Writing.
 
@@ -114,37 +130,87 @@ class Checkpoints:
         return not self._is_alone  # a rank may have died meanwhile
 
     def _write(self, checkpoint: dict[str, Any], path: PathOrUrl, storage_options: Any) -> None:
-        io = self._strategy.checkpoint_io
+        self._wait()
+        own_io = self.foreground_io
+        io = self._strategy.checkpoint_io if self._is_in_background else own_io
         seconds = 0.0 if self._deadline is None else self._deadline.total_seconds()
-        if isinstance(io, RankZeroCheckpointIO) and self._deadline is not None:
-            io.saver.deadline = seconds  # for background saves
-        with delaying_forced_exit(seconds):
-            io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        try:
+            with delaying_forced_exit(seconds):
+                io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        except Exception:
+            self.finish_earlier()  # so that a background error is not raised a second time
+            raise
 
     def remove(self, path: PathOrUrl) -> None:
         """Remove a checkpoint on rank 0. Collective: every rank must call it."""
         if self._weights_may_be_wrong():
             return  # the checkpoint that replaces it was not saved
-        self.on_rank_zero(
-            lambda: self._strategy.checkpoint_io.remove_checkpoint(path),
-            f"removing {os.fspath(path)}",
-        )
+        if not self._is_in_background:
+            io = self._strategy.checkpoint_io
+            self.on_rank_zero(
+                lambda: io.remove_checkpoint(path),
+                f"removing {os.fspath(path)}",
+            )
+        elif self._strategy.is_global_zero:
+            self._to_remove.append(path)
 
     def finish(self) -> None:
-        """Wait until everything is saved, or raise the error.
+        """Wait until everything is saved and removed, or raise the error.
 
         Collective, unless the Trainer is interrupted.
         """
-        io = self._strategy.checkpoint_io
-        if not isinstance(io, RankZeroCheckpointIO) or not io.background:
+        if not isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO):
             return
         try:
-            self.on_rank_zero(io.wait, "saving in the background")
+            self.on_rank_zero(self._wait, "saving in the background")
         except Exception as error:
             if not self.is_interrupted:
                 raise
             # The user already sees another error.
             rank_zero_warn(f"a background save also failed: {error}")
+
+    def finish_earlier(self) -> None:
+        """Wait for this rank's saves, whose errors must not prevent the next one."""
+        with suppress(Exception):
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait for the save in the background, and then remove files, or raise its error."""
+        io = self._strategy.checkpoint_io
+        if not isinstance(io, AsyncCheckpointIO):
+            return
+        to_remove = self._to_remove
+        self._to_remove = []
+        try:
+            io.teardown()
+        finally:
+            # HACK: Lightning never clears an error that it has raised.
+            AsyncCheckpointIO.__init__(io, io.checkpoint_io)
+        for path in to_remove:
+            io.remove_checkpoint(path)
+
+    @property
+    def foreground_io(self) -> pl.plugins.CheckpointIO:
+        """The IO that writes and reads, which may be wrapped to save in the background."""
+        io = self._strategy.checkpoint_io
+        inner = io.checkpoint_io if isinstance(io, AsyncCheckpointIO) else io
+        assert inner is not None, "the strategy has set it"
+        if isinstance(inner, RankZeroCheckpointIO) and self._deadline is not None:
+            inner.deadline = self._deadline.total_seconds()
+        return inner
+
+    @property
+    def _is_in_background(self) -> bool:
+        """Whether a save may go on after the call.
+
+        A link needs its file, and outside of the Trainer's functions nothing would wait.
+        """
+        trainer = self._trainer
+        is_running = trainer is not None and trainer.state.status == TrainerStatus.RUNNING
+        if not is_running or not isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO):
+            return False
+        callbacks = trainer.checkpoint_callbacks
+        return all(getattr(callback, "save_last", None) != "link" for callback in callbacks)
 
     def on_rank_zero(self, work: Callable[[], Any], what: str) -> Any:
         """Run ``work`` on rank 0, and return its result on every rank.
@@ -222,15 +288,15 @@ class Checkpoints:
         """
         is_restore = self.is_restoring(path)
         self._path_to_restore = None  # a hook that reads the file again does so alone
-        io = self._strategy.checkpoint_io
+        self.finish()
+        io = self.foreground_io
         if not isinstance(io, RankZeroCheckpointIO):
             options = {} if weights_only is None else {"weights_only": weights_only}
             return io.load_checkpoint(path, **options)
         what = f"reading {os.fspath(path)}"
-        if io.background:
-            self.on_rank_zero(io.wait, what)
         if not is_restore:
-            return io.read(path, Ranks(), map_location, weights_only)  # type: ignore[no-any-return]
+            alone = Ranks(device=self._strategy.root_device)
+            return io.read(path, alone, map_location, weights_only)  # type: ignore[no-any-return]
         with self._naming_absent_rank(what):
             module = self._strategy.lightning_module
             # Weights that are only copied into the model need not be read into memory.
@@ -238,7 +304,8 @@ class Checkpoints:
             content = io.read(
                 path, self._ranks, map_location, weights_only, map_weights=only_copied
             )
-        return adapt_to_model(content, os.fspath(path), module)
+        raise_unless_saved_by_trainer(content, path)
+        return content  # type: ignore[no-any-return]
 
     # State of the strategy and the Trainer.
 

@@ -24,18 +24,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from lightning_ddp_ext.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    DamagedCheckpointError,
-)
+from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError
 from lightning_ddp_ext.rank_lists import listed
 
 from ..private.lightning_tree import rank_zero_info, rank_zero_warn
 from .fit_identity import FitIdentity, SavingRun
 from .stored_files import modification_time, raise_if_unanswered
 
-UNUSABLE = (DamagedCheckpointError, CheckpointNotFoundError)
+UNUSABLE = (DamagedCheckpointError,)
 
 
 @dataclass(frozen=True)

@@ -4,48 +4,42 @@
    one.
 2. When an iterator yields a batch, the ranks that repeat a sample in it are recorded.
 3. ``step`` makes these ranks idle in the step of that batch: it does not count there.
+
+An idle rank runs the same step as the other ranks, which wait for it in collectives.
+Afterwards, the states of metrics and logged values are those before the step, in the
+types and shapes that the step gave them, because the ranks reduce them together.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_ddp_ext.data.even_batches import EvenBatches
 from lightning_ddp_ext.data.loader import DistributedLoader
-from lightning_ddp_ext.data.loader_properties import (
-    each_of,
-    index_sampler_of,
-    iterates_as_torch,
-    length_or_inf,
-)
+from lightning_ddp_ext.data.loader_properties import each_of, index_sampler_of, iterates_as_torch
 from lightning_ddp_ext.data.position import global_order_of
-from lightning_ddp_ext.data.resampled import PermanentBatchSampler, make_permanent
+from lightning_ddp_ext.data.proxy import make_permanent
 
 from ..private.compat import active_loop_of, mode_of, results_of, takes_iterator
 from ..private.lightning_tree import RunningStage
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import ranks_of
-from .uncounted_step import uncounted
-
-IdleRanks = tuple[int, ...]  # the ranks whose batches do not count in a step
-
-EVALUATED = (
-    RunningStage.VALIDATING,
-    RunningStage.TESTING,
-    RunningStage.SANITY_CHECKING,
-    RunningStage.PREDICTING,
-)
 
 
 class Evaluation:
-    """Validation, test and prediction on a strategy's ranks.
+    """Validation and test on a strategy's ranks.
 
     As in stock Lightning, every rank reads the same number of samples, in batches of
     the same sizes; some ranks repeat a sample for this. The repeated samples are alone
@@ -72,38 +66,28 @@ class Evaluation:
     def end(self) -> None:
         """End the evaluation, after which no rank is idle."""
         # Lightning may read a batch before the step of an earlier one.
-        self._idle_ranks_of_steps: deque[IdleRanks] = deque()
-        self.idle_ranks: IdleRanks = ()
+        self._idle_ranks_of_steps: deque[tuple[int, ...]] = deque()
+        self.idle_ranks: tuple[int, ...] = ()
         self.is_idle = False
 
-    # Loaders.
-
-    @property
-    def _counts_once(self) -> bool:
-        """Whether several ranks evaluate together and count each sample once."""
-        return self.is_exact and dist.is_initialized() and self._strategy.world_size > 1
-
     def prepare(self, loader: DistributedLoader, stage: RunningStage) -> None:
-        """Prepare a loader for a stage of ``EVALUATED``. Collective."""
-        if stage == RunningStage.PREDICTING:
-            if length_or_inf(loader) == 0:
-                # Lightning refuses a length of 0; the iterator still yields nothing
-                loader.length = 1
-        elif self._counts_once:
-            loader.start_evaluation = self._start
-            # A step that takes an iterator may fetch several batches, of which some count.
-            if not takes_iterator(self._strategy.lightning_module, stage):
-                self._prepare_even_batches(loader)
+        """Make a loader read even batches, if all ranks have the same samples.
 
-    def _prepare_even_batches(self, loader: DistributedLoader) -> None:
-        """Make a loader read even batches, if all ranks have the same samples."""
+        Collective.
+        """
+        is_on_several_ranks = dist.is_initialized() and self._strategy.world_size > 1
+        if not (self.is_exact and is_on_several_ranks):
+            return
+        loader.start_evaluation = partial(self._start, None)
+        # A step that takes an iterator may fetch several batches, of which some count.
+        if takes_iterator(self._strategy.lightning_module, stage):
+            return
         even = self._even_batches(loader)
-        samples = None if even is None else even.samples
-        samples_by_rank = ranks_of(self._strategy).gather(samples)
+        samples_by_rank = ranks_of(self._strategy).gather(None if even is None else even.samples)
         if even is not None and len(set(samples_by_rank)) == 1:
             loader.copy_loader()
-            permanent = make_permanent(loader.loader, even)
-            loader.start_evaluation = partial(self._start_even, even, permanent)
+            make_permanent(loader.loader, even)
+            loader.start_evaluation = partial(self._start, even)
 
     def _even_batches(self, loader: DistributedLoader) -> EvenBatches | None:
         """Return even batches for a loader, or ``None`` to keep its own batches."""
@@ -116,32 +100,22 @@ class Evaluation:
         if not is_to_count_once or (sampler.num_replicas, sampler.rank) != own_ranks:
             return None
         loop = active_loop_of(self._strategy.current_trainer)
-        index_sampler = index_sampler_of(loader.loader)
-        even = EvenBatches(index_sampler, sampler, partial(_is_sequential, loop))
-        return even if even.reads_all_of_its_sampler() else None
+        index_sampler: Any = index_sampler_of(loader.loader)
+        return EvenBatches(index_sampler, sampler, partial(_is_sequential, loop))
 
-    # Iterators over a loader.
+    def _start(self, even: EvenBatches | None, loader: Any) -> Iterator[Any]:
+        """Start an iterator now, while the caller has set the seed of its workers."""
+        idle_ranks = () if even is None else even.repeating_ranks()
+        last = len(loader) - 1 if idle_ranks else -1
+        return self._recorded(iter(loader), last, idle_ranks)
 
-    def _start(self, loader: Any) -> Iterator[Any]:
-        return self._recorded((batch, ()) for batch in each_of(iter(loader)))
-
-    def _start_even(
-        self, even: EvenBatches, permanent: PermanentBatchSampler, loader: Any
+    def _recorded(
+        self, batches: Iterator[Any], last: int, idle_ranks: tuple[int, ...]
     ) -> Iterator[Any]:
-        """Start an iterator; a batch does not count on ranks that repeat a sample in it."""
-        idle_ranks_by_batch = deque[IdleRanks]()
-        # Workers that are spawned get a copy of the sampler, so this can be pickled.
-        permanent.draw_next_by(partial(_draw_indices, even, idle_ranks_by_batch))
-        batches = iter(loader)
-        return self._recorded((batch, idle_ranks_by_batch.popleft()) for batch in batches)
-
-    def _recorded(self, batches: Iterator[tuple[Any, IdleRanks]]) -> Iterator[Any]:
         """Yield batches, and record which ranks are idle in the step of each one."""
-        for batch, idle_ranks in batches:
-            self._idle_ranks_of_steps.append(idle_ranks)
+        for number, batch in enumerate(each_of(batches)):
+            self._idle_ranks_of_steps.append(idle_ranks if number == last else ())
             yield batch
-
-    # Steps.
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -159,14 +133,7 @@ class Evaluation:
         if not self.is_idle:
             return nullcontext()
         trainer = self._strategy.current_trainer
-        return uncounted(results_of(trainer), trainer.lightning_module)
-
-
-def _draw_indices(even: EvenBatches, idle_ranks_by_batch: deque[IdleRanks]) -> Iterator[Any]:
-    """Yield the indices of batches, and append the ranks that are idle in each."""
-    for indices, idle_ranks in even.draw():
-        idle_ranks_by_batch.append(idle_ranks)
-        yield indices
+        return _restoring_metrics(results_of(trainer), trainer.lightning_module)
 
 
 def _is_sequential(loop: Any) -> bool:
@@ -180,12 +147,89 @@ def _is_sequential(loop: Any) -> bool:
 def can_count_once(loader: DataLoader[Any]) -> bool:
     """Whether the last samples of a loader can be read in a separate batch.
 
-    With ``drop_last=True`` the user wants whole batches only, and a class with another
-    ``__iter__`` may not yield one batch for each of its batch sampler. With
-    ``in_order=False`` the batches' order is unknown.
+    With ``drop_last=True`` the user wants whole batches only. A batch sampler of the
+    user's may yield other batches. A class with another ``__iter__`` may not yield one
+    batch for each of its batch sampler, and with ``in_order=False`` their order is
+    unknown.
     """
-    if getattr(index_sampler_of(loader), "drop_last", False):
-        return False
-    if not getattr(loader, "in_order", True):
-        return False
-    return iterates_as_torch(loader)
+    index_sampler = index_sampler_of(loader)
+    if isinstance(index_sampler, BatchSampler):
+        is_users = loader.batch_size is None and type(index_sampler) is not BatchSampler
+        if is_users or index_sampler.drop_last:
+            return False
+    return getattr(loader, "in_order", True) and iterates_as_torch(loader)
+
+
+# States of metrics.
+
+
+@contextmanager
+def _restoring_metrics(results: Mapping[str, Any], module: nn.Module) -> Iterator[None]:
+    """Restore logged values and metrics after the block.
+
+    Args:
+        results: Lightning's collection of logged values, by key.
+        module: the module whose metrics are restored, at any depth; ``results`` has
+            those logged from elsewhere.
+    """
+    metrics = _metrics_to_restore(results, module)
+    earlier = {number: _replace_by_copies(metric) for number, metric in metrics.items()}
+    yield  # after an exception, the run ends and nothing is restored
+    for number, metric in _metrics_to_restore(results, module).items():
+        states = earlier[number] if number in metrics else copy.deepcopy(metric._defaults)
+        attributes = vars(metric)
+        for name in states.keys() & attributes.keys():  # a wrapper's are those of its metric
+            attributes[name] = _with_form_of(attributes[name], states[name])
+
+
+def _replace_by_copies(metric: Metric) -> dict[str, Any]:
+    """Return a metric's states, by name, and let it change copies of them.
+
+    Tensors in lists are not copied, since they are batches, which do not change.
+    """
+    attributes = vars(metric)
+    names = attributes.keys() & {*metric._defaults, "_update_count"}
+    states = {name: attributes[name] for name in names}
+    for name, state in states.items():
+        attributes[name] = state.detach().clone() if isinstance(state, Tensor) else copy.copy(state)
+    return states
+
+
+def _metrics_to_restore(results: Mapping[str, Any], module: nn.Module) -> dict[int, Metric]:
+    """Return the metrics and logged values that an idle step must not change, by ``id``.
+
+    The hash of a metric changes with its states. Left out are values that are not reduced
+    across ranks, and metrics with a list that torchmetrics gathers item by item, because it
+    must have the same number of items on all ranks.
+    """
+    logged = results.values()
+    reduced = [
+        result
+        for result in logged
+        if result.is_tensor and result.meta.sync.should and not result.meta.sync.rank_zero_only
+    ]
+    roots = [module, *(result.value for result in logged if not result.is_tensor)]
+    metrics = [metric for root in roots for metric in root.modules() if isinstance(metric, Metric)]
+    return {id(metric): metric for metric in (*reduced, *metrics) if not _gathers_items(metric)}
+
+
+def _gathers_items(metric: Metric) -> bool:
+    """Whether torchmetrics gathers a list of this metric item by item.
+
+    It joins the items of other lists first.
+    """
+    return any(
+        isinstance(metric._defaults[name], list) and reduction is not dim_zero_cat
+        for name, reduction in metric._reductions.items()
+    )
+
+
+def _with_form_of(state: Any, earlier: Any) -> Any:
+    """Return an earlier state with the type, dtype and shape that the step has given it."""
+    if isinstance(earlier, Tensor) and isinstance(state, Tensor):
+        if earlier.ndim < state.ndim:
+            earlier = earlier.expand(state.shape).clone()
+        return earlier.to(state)
+    if isinstance(earlier, list) and not earlier and state:
+        return [torch.atleast_1d(state[0])[:0]]
+    return earlier

@@ -27,9 +27,8 @@ from lightning_ddp_ext.data.loader import (
     source_of,
 )
 from lightning_ddp_ext.data.loader_properties import length_or_inf
-from lightning_ddp_ext.data.position import global_order_of, rewind
+from lightning_ddp_ext.data.position import OrderOfRank, global_order_of, rewind
 from lightning_ddp_ext.data.proxy import own_copy
-from lightning_ddp_ext.data.shortest import AHEAD
 
 from ..checkpoints.collective import Checkpoints
 from ..private.compat import active_loop_of, combined_iterator_of, iterators_of
@@ -37,10 +36,10 @@ from ..private.lightning_tree import RunningStage
 from ..private.replaced_methods import Prepare, ReplacedMethods
 from ..start.devices import RankDevicesStrategy
 from ..stopping.stops import StopController
-from .evaluation import EVALUATED, Evaluation
+from .evaluation import Evaluation
 from .positions import training_loaders_of, validation_loaders_of
 from .resume import Resume, ResumeData
-from .sampler_choice import Order, SamplerChoice
+from .sampler_choice import divide
 from .uneven import UnevenInputs, UnevenMode
 
 
@@ -57,15 +56,6 @@ class RunParts:
     replaced: ReplacedMethods
 
 
-@dataclass
-class OrderOfRank:
-    """What determines a rank's orders, see ``data.position.OfRank``."""
-
-    seed: int
-    rank: int
-    world_size: int
-
-
 class TrainerLoaders:
     """The loaders of a strategy's ranks, and the parts of the strategy that read them.
 
@@ -73,7 +63,6 @@ class TrainerLoaders:
         strategy: our strategy.
         checkpoints: gathers the ranks' states.
         parts: other parts of the strategy.
-        order: the argument ``sampler`` of ``DDPExtStrategy``.
         exact_evaluation, uneven_inputs, resume_data: see ``DDPExtStrategy``.
 
     Attributes:
@@ -89,7 +78,6 @@ class TrainerLoaders:
         checkpoints: Checkpoints,
         parts: RunParts,
         *,
-        order: Order,
         exact_evaluation: bool,
         uneven_inputs: UnevenMode | None,
         resume_data: ResumeData,
@@ -102,7 +90,6 @@ class TrainerLoaders:
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
         self.resume = Resume(strategy, checkpoints, parts.stops, parts.replaced, resume_data)
-        self._samplers = SamplerChoice(strategy, order, self.evaluation, self.resume)
         self.worker_seed: int | None = None
         self._combined_iterator: Any = None  # of the epoch that was entered last
 
@@ -138,9 +125,21 @@ class TrainerLoaders:
         Collective: every rank must call it.
         """
         source = source_of(dataloader)  # another Trainer or stage may have prepared it already
-        divided = self._samplers.divide(as_lightning, source, shuffle, stage)
+        if stage == RunningStage.PREDICTING:
+            rewind(source)  # one of our samplers may continue in the middle of an epoch
+            return as_lightning(source, shuffle, stage)
+        divided = divide(
+            self._strategy,
+            source,
+            stage,
+            shuffle=shuffle,
+            counts_once=self.evaluation.is_exact,
+            seed=lambda: self.resume.seed,
+        )
+        if divided is None:
+            divided = as_lightning(source, shuffle, stage)
         is_dealt = divided is not source
-        if stage in EVALUATED:
+        if stage != RunningStage.TRAINING:
             evaluated = DistributedLoader(divided, self.start, is_dealt=is_dealt)
             self.evaluation.prepare(evaluated, stage)
             evaluated.on_iterator = self._before_validation
@@ -156,7 +155,7 @@ class TrainerLoaders:
         ranks = OrderOfRank(self.resume.seed, strategy.global_rank, strategy.world_size)
         accumulated = strategy.current_trainer.accumulate_grad_batches
         is_ahead = accumulated > 1 or length_or_inf(loader) == math.inf
-        loader.make_position(ranks, accumulated + 1 + AHEAD if is_ahead else 0)
+        loader.make_position(ranks, (accumulated + 1 if is_ahead else 0) + self.uneven.ahead)
 
     def _before_validation(self, loader: DistributedLoader) -> None:
         """Record the weights and the random state before any validation hook runs.
@@ -226,7 +225,7 @@ class TrainerLoaders:
         if self.resume.has_no_batches_left:
             return iter(())
         with self._workers_of(loader):
-            batches = self.uneven.end_together(loader.iterate())
+            batches = self.uneven.give_batches(loader.iterate())
         if loader is training_loaders_of(self._strategy.current_trainer)[0]:
             iterator.before_next = self._parts.stops.before_batch
         return batches

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
-from itertools import zip_longest
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_ext.data.prediction_rows import REMEDY, PredictedBatch, join_batches
 from lightning_ddp_ext.errors import SamplingError
-from lightning_ddp_ext.nested import tree_map
-from lightning_ddp_ext.ranks import Ranks, is_gloo
-from lightning_ddp_ext.rendezvous.process_context import current
+from lightning_ddp_ext.nested import keystr, tree_map_with_path
 
-from ..private.lightning_tree import pl
+from ..private.compat import combined_loader_of
+from ..strategy_ranks import group_of_small_collectives, ranks_of
 
-Predicted = list[list[PredictedBatch]]  # by loader
+_Rows = tuple[list[Any], Any]  # samples, and outputs with one row for each of them
 
-_NO_PREDICTIONS = (
-    "trainer has no predictions; first call trainer.predict with data on every rank, using a"
-    " strategy that neither spawns nor forks its ranks"
+_REMEDY = (
+    "predict_step must return a tensor or array with one row per sample, a list with one item per"
+    " sample, or dicts and tuples of these; use the same structure in every batch, and pad rows"
+    " whose shapes differ"
 )
 
 
@@ -34,9 +30,9 @@ def gather_predictions(trainer: Any) -> Any:
 
     Collective: every rank must call it.
 
-    This works with any strategy, and in a single process. If a sampler repeats samples,
-    the first prediction of each is used. If batches were limited, only the batches that
-    were read are included. Predictions are sent in CPU memory.
+    This works with any strategy, and in a single process. If a sample is predicted
+    several times, one of its predictions is used. Samples that were not read, for
+    example because batches were limited, are left out.
 
     Args:
         trainer: a Trainer that has finished ``predict`` and keeps its predictions
@@ -61,118 +57,74 @@ def gather_predictions(trainer: Any) -> Any:
         if trainer.is_global_zero:
             torch.save(predictions, "predictions.pt")
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return _join_ranks([_predicted_here(trainer)])
-    with _cpu_group() as group:
-        ranks = Ranks(dist.get_rank(), dist.get_world_size(), group=group)
-        return _gather(trainer, ranks)
-
-
-@contextmanager
-def _cpu_group() -> Iterator[dist.ProcessGroup | None]:
-    """Return a group that sends from CPU memory; ``None`` for the default group.
-
-    Rank 0's GPU then does not need memory for all predictions.
-    """
-    if is_gloo("cpu"):
-        yield None
-        return
-    context = current()
-    if context is not None:
-        # It is kept for later predictions, and closes with the default group.
-        yield context.new_group(backend="gloo", purpose="predictions")
-        return
-    group = dist.new_group(backend="gloo")
-    try:
-        yield group
-    finally:
-        dist.destroy_process_group(group)
-
-
-def _gather(trainer: Any, ranks: Ranks) -> Any:
-    """Join the predictions of all ranks on rank 0.
-
-    An error of any rank is raised on all ranks. Collective.
-    """
-    pickled = ranks.on_every_rank(
-        lambda: pickle.dumps(tree_map(_copied, _predicted_here(trainer))), "gather_predictions"
-    )
-    pickled_by_rank = ranks.to_rank_zero(pickled)
+    # A group that sends CPU tensors keeps the predictions of all ranks out of GPU memory.
+    ranks = replace(ranks_of(trainer.strategy), group=group_of_small_collectives())
+    own = ranks.on_every_rank(lambda: _predicted_here(trainer), "gather_predictions")
+    by_rank = ranks.to_rank_zero(own)
 
     def join() -> Any:
-        if pickled_by_rank is None:
-            return None
-        return _join_ranks(map(pickle.loads, pickled_by_rank))
+        return by_rank and [_join(of_loader)[1] for of_loader in zip(*by_rank, strict=True)]
 
-    return ranks.on_every_rank(join, "gather_predictions")
-
-
-def _copied(part: Any) -> Any:
-    """Copy a tensor that is a part of a larger one, of which pickle would send all."""
-    if isinstance(part, MutableMapping):  # such as UserDict; torch looks into dicts itself
-        copied = copy.copy(part)
-        copied.update({name: tree_map(_copied, value) for name, value in part.items()})
-        return copied
-    if not isinstance(part, Tensor) or part.layout != torch.strided:
-        return part
-    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
+    joined = ranks.on_every_rank(join, "gather_predictions")
+    return joined[0] if joined and len(joined) == 1 else joined
 
 
-def _predicted_here(trainer: Any) -> Predicted:
-    """Return the batches that this rank predicted."""
+def _predicted_here(trainer: Any) -> list[_Rows]:
+    """Return this rank's predictions of each loader."""
     loop = trainer.predict_loop
-    iterables = trainer.predict_dataloaders
-    if iterables is None:
-        raise SamplingError(_NO_PREDICTIONS)
-    if not loop.return_predictions:
-        raise SamplingError(
-            "trainer.predict must keep its predictions (got return_predictions=False); remove that"
-            " argument"
-        )
-    loaders = pl.utilities.CombinedLoader(iterables, "sequential").flattened
-    if loop.skip:  # this rank had no data, and its predictions belong to an earlier call
-        return [[] for _ in loaders]
+    combined = combined_loader_of(loop)
+    loaders = combined.flattened if combined is not None and loop.return_predictions else []
+    samples_by_loader = [_samples_of_batches(loader) for loader in loaders]
     outputs_by_loader = loop.predictions if len(loaders) > 1 else [loop.predictions]
-    return [
-        _predicted_batches(loader, outputs, f"loader {number}")
-        for number, (loader, outputs) in enumerate(zip(loaders, outputs_by_loader, strict=True))
-    ]
-
-
-def _predicted_batches(loader: Any, outputs: list[Any], name: str) -> list[PredictedBatch]:
-    # For predict, Lightning wraps batch samplers to record the indices of each batch.
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samples_by_batch = getattr(batch_sampler, "seen_batch_indices", [])
-    if len(samples_by_batch) < len(outputs):
+    by_loader = list(zip(samples_by_loader, outputs_by_loader, strict=False))
+    if not by_loader or any(len(samples) < len(outputs) for samples, outputs in by_loader):
         raise SamplingError(
-            f"{name} must record the samples of each batch (got {type(loader).__name__}, which does"
-            " not); use a DataLoader with a map-style dataset"
+            "trainer must have predictions whose samples are known (got none); first call"
+            " trainer.predict on every rank, with return_predictions=True, a strategy that neither"
+            " spawns nor forks its ranks, and a DataLoader of a map-style dataset in batches"
         )
-    # Workers read ahead, so more batches may have been read than predicted.
-    pairs = zip(samples_by_batch, outputs, strict=False)
-    return [PredictedBatch(list(samples), output) for samples, output in pairs]
+    return [_join(tuple(zip(*loader, strict=False))) for loader in by_loader]
 
 
-def _join_ranks(ranks: Iterable[Predicted]) -> Any:
-    """Return each loader's predictions, joined."""
-    joined = [_join_in_turn(by_rank) for by_rank in zip(*ranks, strict=True)]
-    if all(predictions is None for predictions in joined):
-        raise SamplingError(_NO_PREDICTIONS)
-    return joined if len(joined) > 1 else joined[0]
+def _samples_of_batches(loader: Any) -> list[Any]:
+    """Return the samples of each batch that a loader has read, perhaps ahead.
 
-
-def _join_in_turn(by_rank: tuple[list[PredictedBatch], ...]) -> Any:
-    """Join the batches of a loader, taken from the ranks in turn.
-
-    Of a repeated sample, the prediction of the earliest step is used.
+    For ``predict``, Lightning wraps the loader's batch sampler, which records them.
     """
-    steps = zip_longest(*by_rank)
-    batches = [batch for step in steps for batch in step if batch is not None]
+    return getattr(getattr(loader, "batch_sampler", None), "seen_batch_indices", [])
+
+
+def _join(parts: tuple[_Rows, ...]) -> _Rows:
+    """Return the first row of each sample, in the order of the samples."""
+    parts = tuple(part for part in parts if len(part[0]) > 0)
+    if not parts:
+        return [], None
+    samples = [int(sample) for samples, _ in parts for sample in samples]
+    in_order, rows = np.unique(samples, return_index=True)
+
+    def join(path: Any, *outputs: Any) -> Any:
+        for (of_batch, _), output in zip(parts, outputs, strict=True):
+            if len(output) != len(of_batch):
+                raise ValueError(
+                    f"predictions{keystr(path)} must have one row per sample, {len(of_batch)} in a"
+                    f" batch (got {len(output)})"
+                )
+        if isinstance(outputs[0], list):
+            items = list(chain.from_iterable(outputs))
+            # A tensor that is a part of a larger one would be sent with all of it.
+            return [_cloned(items[row]) for row in rows]
+        joined = torch.cat(outputs) if isinstance(outputs[0], Tensor) else np.concatenate(outputs)
+        return joined[rows]
+
     try:
-        return join_batches(batches)
-    except SamplingError:
-        raise
+        outputs = [output for _, output in parts]
+        joined = tree_map_with_path(join, *outputs, is_leaf=lambda part: isinstance(part, list))
     except Exception as error:
         raise SamplingError(
-            f"predictions cannot be joined: {type(error).__name__}: {error}; {REMEDY}"
+            f"predictions cannot be joined: {type(error).__name__}: {error}; {_REMEDY}"
         ) from error
+    return in_order.tolist(), joined
+
+
+def _cloned(item: Any) -> Any:
+    return item.clone() if isinstance(item, Tensor) else item

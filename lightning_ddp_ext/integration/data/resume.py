@@ -190,7 +190,8 @@ class Resume:
         if restart.at == "validation":
             return self._before_validation
         batch = loops["epoch_loop.batch_progress"]["current"]
-        is_in_batch = batch["ready"] != batch["processed"]
+        # A step that takes `dataloader_iter` requests its batch after it has begun.
+        is_in_batch = batch["ready"] != batch["processed"] and self._stops.stopped is None
         if is_in_batch or restart.dropped_of(batch["processed"]):
             return None
         return record_random_state(device_generators(self._strategy))
@@ -267,9 +268,11 @@ class Resume:
             self._draw_worker_seeds()
 
     def after_iterators(self) -> None:
-        """Restore the random state if the iterators within an epoch have changed it."""
-        is_after_batch = self.restart is not None and self.restart.at == "batch_end"
-        if is_after_batch and self.is_training:
+        """Restore a random state that was saved after the epoch's iterators had started."""
+        restart = self.restart
+        if restart is None or not self.is_training:
+            return
+        if restart.at == "batch_end" or restart.has_started:
             self._restore_random_state()
 
     def _decide(self) -> None:
@@ -333,7 +336,6 @@ class Resume:
         assert self.restart is not None
         _warn(self.restart.epoch, reason)
         for loader in training_loaders_of(self._trainer):
-            loader.set_epoch(self.restart.epoch, again=True)
             loader.start_epoch(self.restart.epoch)
         self.restart = self.restart.from_epoch_start()
         self._own["random"] = None
@@ -395,6 +397,8 @@ class Resume:
             return
         interval = self._trainer.reload_dataloaders_every_n_epochs
         if interval and self.restart.epoch % interval == 0:
+            for loader in training_loaders_of(self._trainer):
+                loader.has_seeded_kept_workers = False
             self._draw_worker_seeds()
         if has_begun:
             self._draw_worker_seeds()

@@ -3,8 +3,7 @@
 ================================================  =====================================
 Loader                                            What the ranks read
 ================================================  =====================================
-it has one of our samplers                        the loader as it is; in a prediction,
-                                                  a copy that also records indices
+it has one of our samplers                        the loader as it is
 the Trainer would put its own sampler into it,    a copy with a sampler of ours
 and there is one of ours for it
 any other                                         what the Trainer makes of it
@@ -13,9 +12,9 @@ any other                                         what the Trainer makes of it
 
 from __future__ import annotations
 
-from inspect import signature
+from collections.abc import Callable, Iterator
 from math import inf
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch.utils.data import (
     BatchSampler,
@@ -23,158 +22,91 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
-from lightning_ddp_ext.arguments import check_choice
-from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.loader_properties import length_or_inf, name_of
+from lightning_ddp_ext.data.epochs import samplers_below
+from lightning_ddp_ext.data.loader_properties import index_sampler_of, length_or_inf
+from lightning_ddp_ext.data.permutation import Uneven
 from lightning_ddp_ext.data.position import global_order_of
-from lightning_ddp_ext.data.resampled import REMEDY, with_sampler
+from lightning_ddp_ext.data.proxy import own_copy
 from lightning_ddp_ext.data.samplers import (
-    ScalableDistributedSampler,
+    DistributedBatchSamplerWrapper,
+    GlobalOrderSampler,
     SharedSampler,
     TorchOrderSampler,
 )
-from lightning_ddp_ext.errors import ConfigurationError
 
-from ..private.compat import has_saved_arguments, needs_sampler
-from ..private.lightning_tree import RunningStage, pl, update_dataloader
-from ..private.replaced_methods import Prepare
+from ..private.compat import needs_sampler
+from ..private.lightning_tree import RunningStage
 from ..start.devices import RankDevicesStrategy
-from .evaluation import EVALUATED, Evaluation, can_count_once
-from .resume import Resume
+from .evaluation import can_count_once
 
-Order = Literal["torch", "scalable"]
-
-# torch's samplers that draw their order.
-DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_SAMPLER_ATTRIBUTES = ("batch_sampler", "sampler")
 
 
-class SamplerChoice:
-    """Puts samplers into a strategy's loaders.
+def divide(
+    strategy: RankDevicesStrategy,
+    loader: Any,
+    stage: RunningStage,
+    *,
+    shuffle: bool,
+    counts_once: bool,
+    seed: Callable[[], int],
+) -> Any:
+    """Return the loader that this rank reads; ``None`` for what the Trainer makes of it.
 
     Args:
         strategy: our strategy.
-        order: the argument ``sampler`` of ``DDPExtStrategy``.
-        evaluation: knows whether it counts each sample once.
-        resume: knows the seed for the order of samples.
+        loader: the user's loader.
+        stage: training, validation or test.
+        shuffle: whether the Trainer would shuffle.
+        counts_once: whether an evaluation counts each sample once.
+        seed: returns the seed for the order of samples; may be collective.
     """
-
-    def __init__(
-        self,
-        strategy: RankDevicesStrategy,
-        order: Order,
-        evaluation: Evaluation,
-        resume: Resume,
-    ) -> None:
-        check_choice("sampler", order, *get_args(Order))
-        self._strategy = strategy
-        self._order = order
-        self._evaluation = evaluation
-        self._resume = resume
-
-    def divide(
-        self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage
-    ) -> Any:
-        """Return the loader that this rank reads.
-
-        Collective if the seed is not known yet.
-
-        Args:
-            as_lightning: the Trainer's method, which may put its own sampler into it.
-            dataloader: the user's loader.
-            shuffle: whether the Trainer would shuffle.
-            stage: the stage.
-        """
-        if global_order_of(dataloader) is not None:
-            if stage != RunningStage.PREDICTING:
-                return dataloader
-            sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
-            return self._read_through(dataloader, sampler, stage)
-        trainer = self._strategy.current_trainer
-        if isinstance(dataloader, DataLoader) and needs_sampler(trainer, dataloader):
-            own_sampler = self._sampler_for(dataloader, shuffle, stage)
-            if own_sampler is not None:
-                return self._read_through(dataloader, own_sampler, stage)
-        return as_lightning(dataloader, shuffle, stage)
-
-    def _read_through(self, loader: DataLoader[Any], sampler: Any, stage: RunningStage) -> Any:
-        """Return a copy of a loader that reads a sampler.
-
-        Lightning creates its batch sampler, which records indices for a prediction.
-        """
-        if self._strategy.world_size > 1:
-            _refuse_unknown_arguments(loader.batch_sampler)
-        try:
-            return with_sampler(loader, lambda copy: update_dataloader(copy, sampler, mode=stage))
-        except (TypeError, pl.utilities.exceptions.MisconfigurationException) as error:
-            raise ConfigurationError(
-                f"{name_of(loader)} takes no distributed sampler; {REMEDY}"
-            ) from error
-
-    def _sampler_for(
-        self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage
-    ) -> GlobalOrderSampler | None:
-        """Return our sampler that replaces Lightning's, or ``None`` to keep that.
-
-        With Lightning's sampler, a warning says that evaluated samples are repeated.
-        """
-        is_evaluated = stage in EVALUATED
-        if is_evaluated and not self._evaluation.is_exact:
-            return None
-        options = {
-            **self._strategy.distributed_sampler_kwargs,
-            "seed": self._resume.seed,
-            "uneven": "exact" if stage == RunningStage.PREDICTING else "pad",
-        }
-        sampler = users_sampler_of(loader)
-        if not yields_each_once(sampler, loader.dataset):
-            return SharedSampler(sampler, **options)
-        if is_evaluated and not can_count_once(loader):
-            return None
-        options["shuffle"] = shuffle and not self._strategy.current_trainer.overfit_batches
-        kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
-        return kind(loader.dataset, **options)
-
-
-def users_sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler whose samples are divided among the ranks.
-
-    It is the one inside the loader's batch sampler if that sampler draws its order, or
-    if torch's own batch sampler groups its samples, whose number is known.
-    """
-    inner = getattr(loader.batch_sampler, "sampler", None)
-    if isinstance(inner, DRAWING):
-        return inner
-    is_divided = isinstance(inner, DistributedSampler)
-    if type(loader.batch_sampler) is BatchSampler and not is_divided and length_or_inf(inner) < inf:
-        return inner
-    return loader.sampler
-
-
-def _refuse_unknown_arguments(batch_sampler: Any) -> None:
-    """Raise if Lightning would silently create a batch sampler with other arguments.
-
-    It only passes torch's arguments to a class whose object was not created in a hook.
-    """
-    if not isinstance(batch_sampler, BatchSampler) or has_saved_arguments(batch_sampler):
-        return
-    parameters = signature(type(batch_sampler)).parameters
-    optional = {
-        name for name, parameter in parameters.items() if parameter.default is not parameter.empty
-    }
-    unknown = sorted(optional - {"sampler", "batch_size", "drop_last"})
-    if unknown:
-        raise ConfigurationError(
-            f"batch_sampler {type(batch_sampler).__name__} must have no arguments besides torch's"
-            f" (got {', '.join(unknown)}), or be created in a hook such as train_dataloader, since"
-            f" it is created again on each rank; {REMEDY}"
+    if global_order_of(loader) is not None:
+        return loader
+    trainer = strategy.current_trainer
+    if not isinstance(loader, DataLoader) or not needs_sampler(trainer, loader):
+        return None
+    drawn = _drawn_by(loader)
+    divides_itself = any(isinstance(each, DistributedSampler) for each in samplers_below(drawn))
+    if divides_itself or length_or_inf(drawn) == inf:
+        return None
+    is_evaluated = stage != RunningStage.TRAINING
+    is_batches = drawn is loader.batch_sampler
+    reads_each_once = not is_batches and _yields_each_once(drawn, loader.dataset)
+    # Users' batches may have different sizes, and so would a step on each rank.
+    if is_evaluated and (is_batches or not counts_once):
+        return None
+    # With Lightning's sampler, a warning says that evaluated samples are repeated.
+    if is_evaluated and reads_each_once and not can_count_once(loader):
+        return None
+    options = {**strategy.distributed_sampler_kwargs, "seed": seed()}
+    if is_batches:
+        uneven: Uneven = "drop" if getattr(drawn, "drop_last", False) else "pad"
+        return _with_sampler(
+            loader, DistributedBatchSamplerWrapper(drawn, uneven=uneven, **options)
         )
+    if not reads_each_once:
+        return _with_sampler(loader, SharedSampler(drawn, **options))
+    shuffles = shuffle and not trainer.overfit_batches
+    return _with_sampler(loader, TorchOrderSampler(loader.dataset, shuffle=shuffles, **options))
 
 
-def yields_each_once(sampler: Any, dataset: object) -> bool:
+def _drawn_by(loader: DataLoader[Any]) -> Any:
+    """Return the sampler whose items are divided among the ranks.
+
+    It is the user's batch sampler, except that torch's own only groups the items of the
+    sampler in it.
+    """
+    is_users = loader.batch_size is None and loader.batch_sampler is not None
+    if not is_users:
+        return loader.sampler
+    batch_sampler: Any = loader.batch_sampler
+    return batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler
+
+
+def _yields_each_once(sampler: Any, dataset: object) -> bool:
     """Whether a sampler yields each sample once.
 
     This is known of samplers that use torch's random order or the dataset's order.
@@ -183,3 +115,46 @@ def yields_each_once(sampler: Any, dataset: object) -> bool:
     has_known_order = iter_ in (RandomSampler.__iter__, SequentialSampler.__iter__)
     has_all = length_or_inf(sampler) == length_or_inf(dataset)
     return has_known_order and has_all and not getattr(sampler, "replacement", False)
+
+
+def _with_sampler(loader: DataLoader[Any], sampler: GlobalOrderSampler) -> DataLoader[Any] | None:
+    """Return a copy of a loader that reads one of our samplers.
+
+    Return ``None`` if the copy could still use the old sampler: if it has started an
+    iterator, or keeps the sampler or its length in another attribute.
+
+    Args:
+        loader: the loader.
+        sampler: yields batches if it divides those of the loader's batch sampler, and
+            otherwise samples.
+    """
+    copied = own_copy(loader)  # without torch's iterator of workers
+    if _holds_sampler_elsewhere(copied):
+        return None
+    old: Any = loader.batch_sampler
+    attributes = vars(copied)  # a DataLoader refuses to change them
+    if old is not None and sampler.dataset is old:
+        attributes["batch_sampler"] = sampler
+    else:
+        attributes["sampler"] = sampler
+        if old is not None:
+            attributes["batch_sampler"] = type(old)(sampler, old.batch_size, old.drop_last)
+            attributes["batch_size"] = old.batch_size
+            attributes["drop_last"] = old.drop_last
+    keeps_old_length = _has_length_of_sampler(loader) and not _has_length_of_sampler(copied)
+    return None if keeps_old_length else copied
+
+
+def _holds_sampler_elsewhere(loader: DataLoader[Any]) -> bool:
+    """Whether other attributes hold a sampler of the loader, or an iterator over it."""
+    samplers = (id(loader.sampler), id(loader.batch_sampler))
+    others = [
+        value
+        for name, value in vars(loader).items()
+        if name not in _SAMPLER_ATTRIBUTES and value is not None
+    ]
+    return any(isinstance(other, Iterator) or id(other) in samplers for other in others)
+
+
+def _has_length_of_sampler(loader: DataLoader[Any]) -> bool:
+    return length_or_inf(loader) == length_or_inf(index_sampler_of(loader))

@@ -1,38 +1,54 @@
-"""End the ranks' training epochs together, or refuse different numbers of batches.
+"""Compare the ranks' training data, and end their epochs together if that is requested.
 
 1. ``start_run`` resets the state for a Trainer's run.
 2. ``agree_on_length`` sets the length of a new loader, before its first epoch.
-3. ``end_together`` ends an iterator on all ranks together.
+3. ``give_batches`` ends an iterator on all ranks together.
 4. ``on_train_batch_start`` compares the ranks' data once the first batch is read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from lightning_ddp_ext.checksum import checksum
+from lightning_ddp_ext.data.even_batches import AHEAD, end_together
 from lightning_ddp_ext.data.loader import DistributedLoader
-from lightning_ddp_ext.data.loader_properties import length_or_inf
-from lightning_ddp_ext.data.shortest import end_together
+from lightning_ddp_ext.data.loader_properties import index_sampler_of, length_or_inf, name_of
+from lightning_ddp_ext.data.position import global_order_of
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
+from lightning_ddp_ext.nested import values_of
+from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 
 from ..named_calls import report_step
 from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of
+from ..private.lightning_tree import rank_zero_warn
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import group_of_small_collectives, ranks_of, refuse
 from .positions import training_loaders_of
-from .training_data import (
-    are_finite_and_equal,
-    describe_difference,
-    describe_unevenness,
-    training_data_of,
-    warn_of_same_batches,
-)
 
 UnevenMode = Literal["stop_at_shortest"]
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What a rank sends to the others about its training data.
+
+    Attributes:
+        length: the number of batches in an epoch; ``inf`` if unknown.
+        checksums: those of the tensors in the first batch, if a loader has no indices.
+        identities: for each loader, the parameters of our sampler in it.
+    """
+
+    length: float
+    checksums: tuple[int, ...]
+    identities: list[dict[str, Any]]
 
 
 class UnevenInputs:
@@ -65,6 +81,11 @@ class UnevenInputs:
         """Whether the ranks end an epoch together, and not each one separately."""
         return self._mode is not None and self._strategy.world_size > 1
 
+    @property
+    def ahead(self) -> int:
+        """The number of batches that ``give_batches`` takes before it gives one."""
+        return AHEAD if self._ends_together else 0
+
     def agree_on_length(self, loader: DistributedLoader) -> None:
         """Note a new training loader, and set its length if the ranks end together.
 
@@ -95,8 +116,8 @@ class UnevenInputs:
             )
             refuse(self._strategy, SamplingError(problem))
 
-    def end_together(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return the batches of a new iterator; if requested, it ends on all ranks together."""
+    def give_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return an iterator that ends on all ranks together, if that is requested."""
         if not self._ends_together:
             return batches
         group = group_of_small_collectives()  # CPU tensors need not wait for an accelerator
@@ -127,18 +148,103 @@ class UnevenInputs:
         Raises:
             SamplingError: on every rank: the ranks cannot train together on these data.
         """
-        if not self._has_new_loaders or self._strategy.world_size == 1:
-            return
-        self._has_new_loaders = False
+        if self._has_new_loaders:
+            self._has_new_loaders = False
+            if self._strategy.world_size > 1:
+                self._compare(batch)
+
+    def _compare(self, batch: Any) -> None:
         trainer = self._strategy.current_trainer
-        loaders = training_loaders_of(trainer)
-        own_data = training_data_of(trainer, batch, loaders)
+        loaders = [loader.loader for loader in training_loaders_of(trainer)]
+        streams = [loader for loader in loaders if index_sampler_of(loader) is None]
+        samplers = [global_order_of(loader) for loader in loaders]
+        own_data = TrainingData(
+            trainer.num_training_batches,
+            _checksums(batch) if streams else (),
+            [{} if sampler is None else sampler.identity() for sampler in samplers],
+        )
         data_by_rank = ranks_of(self._strategy).gather(own_data)
         lengths = [data.length for data in data_by_rank]
-        self.are_even = are_finite_and_equal(lengths)
+        self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
         problem = describe_difference(data_by_rank, loaders)
-        if problem is None and self._mode is None:
-            problem = describe_unevenness(trainer, lengths)
+        if problem is None and self._mode is None and not self.are_even:
+            problem = _describe_unevenness(trainer, lengths)
         if problem is not None:
             refuse(self._strategy, SamplingError(problem))
-        warn_of_same_batches(data_by_rank, loaders)
+        _warn_of_same_batches(data_by_rank, streams or loaders)
+
+
+def _checksums(batch: Any) -> tuple[int, ...]:
+    """Return the checksums of the tensors in a batch.
+
+    >>> _checksums({"x": [torch.ones(2)]}) == _checksums((torch.ones(2), "text", torch.zeros(0)))
+    True
+    """
+    tensors = [value for value in values_of(batch) if isinstance(value, Tensor)]
+    plain = [each for each in tensors if each.layout == torch.strided and not each.is_nested]
+    return tuple(int(checksum(tensor)) for tensor in plain if tensor.numel() > 0)
+
+
+def describe_difference(data_by_rank: Sequence[TrainingData], loaders: Iterable[Any]) -> str | None:
+    """Describe the first difference that prevents ranks from dividing the samples.
+
+    Args:
+        data_by_rank: the data of all ranks.
+        loaders: this rank's loaders.
+    """
+    # A rank may have more loaders than another one.
+    for loader, *identities in zip(
+        loaders, *(data.identities for data in data_by_rank), strict=False
+    ):
+        for name in dict.fromkeys(name for identity in identities for name in identity):
+            values = [identity.get(name) for identity in identities]
+            if len(set(values)) > 1:
+                dataset = type(getattr(loader, "dataset", None)).__name__
+                return (
+                    f"the ranks cannot share out the samples of {dataset}, because the {name}"
+                    f" differs ({_by_rank(values)}); create the same dataset and sampler on every"
+                    " rank, or pass Trainer(use_distributed_sampler=False) if each rank has"
+                    " different data"
+                )
+    return None
+
+
+def _describe_unevenness(trainer: Any, lengths: Sequence[float]) -> str | None:
+    """Describe why ranks cannot train on these numbers of batches.
+
+    Return ``None`` if they can, for example because ``max_steps`` is small.
+    """
+    fewest = min(lengths)
+    if math.inf in lengths:
+        return None
+    fewest_steps = math.ceil(fewest / trainer.accumulate_grad_batches)
+    is_limited = trainer.max_steps != -1
+    if is_limited and trainer.global_step + fewest_steps >= trainer.max_steps:
+        return None
+    return (
+        f"the ranks have different numbers of training batches ({_by_rank(lengths)}), so some"
+        f" ranks would wait forever after {fewest} batches; pass"
+        " DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a sampler or drop_last=True so"
+        " that every rank gets the same number of batches"
+    )
+
+
+def _by_rank(values: Sequence[Any]) -> str:
+    """Return the values in words with their ranks, the rarest value first."""
+    ranks_of_values = grouped(dict(enumerate(values)))
+    return listed(f"{value} on {ranks_in_words(ranks)}" for value, ranks in ranks_of_values)
+
+
+def _warn_of_same_batches(data_by_rank: Sequence[TrainingData], streams: Iterable[Any]) -> None:
+    """Warn on rank 0 if ranks have read the same first batch."""
+    names = " and ".join(map(name_of, streams))
+    checksums_by_rank = dict(enumerate(data.checksums for data in data_by_rank))
+    for checksums, ranks in grouped(checksums_by_rank):
+        if checksums and len(ranks) > 1:
+            rank_zero_warn(
+                f"the first training batch is the same on {ranks_in_words(ranks)}: {names} is"
+                f" probably not split among the ranks, so each sample is trained on {len(ranks)}"
+                " times per epoch; in __iter__, yield only the samples of this rank (call"
+                " torch.distributed.get_rank() in the main process) and of this worker (call"
+                " torch.utils.data.get_worker_info())"
+            )

@@ -216,33 +216,9 @@ def end_epoch_after(trainer: Any, batches: int) -> None:
         trainer.val_check_batch = math.inf  # after the last batch, regardless of its number
 
 
-def validation_interval_of(trainer: Any) -> float | None:
-    """Return the seconds between validations, for ``val_check_interval=timedelta(...)``."""
-    interval: float | None = getattr(trainer, "_val_check_time_interval", None)  # not in 2.5
-    return interval
-
-
-def set_last_validation(trainer: Any, seconds: float) -> None:
-    """Set the time of the last validation, from which Lightning counts the interval.
-
-    It is in seconds of ``time.monotonic()``. Lightning creates this attribute only after
-    it has read the first batch, so a missing name cannot be reported.
-    """
-    trainer._last_val_time = seconds
-
-
 def needs_sampler(trainer: Any, loader: Any) -> bool:
     """Whether Lightning would put a distributed sampler into a loader."""
     return bool(private(trainer, "_data_connector", "_requires_distributed_sampler")(loader))
-
-
-def has_saved_arguments(batch_sampler: object) -> bool:
-    """Whether Lightning has recorded the arguments of a batch sampler.
-
-    It records them in hooks. If Lightning renames its record, batch samplers with other
-    arguments than torch's are refused.
-    """
-    return hasattr(batch_sampler, "__pl_saved_args")
 
 
 # Logged values.
@@ -265,11 +241,6 @@ def result_reduced_by(trainer: Any, reduction: object) -> Any:
 def is_computing_epoch(trainer: Any) -> bool:
     """Whether Lightning computes an epoch's logged values now, not those of a step."""
     return private(trainer, "_logger_connector", "_first_loop_iter") is None
-
-
-def is_computed(result: Any) -> bool:
-    """Whether the value of an epoch's result is already known."""
-    return private(result, "_computed") is not None
 
 
 # Signals.
@@ -330,3 +301,15 @@ def averages_models(strategy: pl.strategies.Strategy) -> bool:
     """
     is_ddp = isinstance(strategy, pl.strategies.DDPStrategy)
     return is_ddp and private(strategy, "_model_averager") is not None
+
+
+def unwrap_ddp(strategy: Any) -> None:
+    """Remove DDP from a strategy's model, which can then be wrapped again."""
+    private(strategy.model, "_remove_autograd_hooks")()  # DDP may still be referenced
+    strategy.model = strategy.model.module
+    strategy._pl_static_graph_delay_done = False  # of the first step of a static graph
+
+
+def comm_hooks_of(ddp: Any) -> list[tuple[object, Any]]:
+    """Return the comm hooks that are registered, each with its state."""
+    return [(state, hook) for hook, state in private(ddp, "_comm_hooks")]

@@ -84,12 +84,11 @@ try:
         fabric.strategies.launchers.multiprocessing._disable_module_memory_sharing
     )
     set_num_threads_if_needed = fabric.utilities.distributed._set_num_threads_if_needed
-    update_dataloader = pl.utilities.data._update_dataloader
 except AttributeError as error:
     raise missing(f"{getattr(error.obj, '__name__', lightning_name)}.{error.name}") from None
 
 # Methods that our subclasses override or call.
-refuse_missing(pl.callbacks.ModelCheckpoint, "_link_checkpoint", "_monitor_candidates")
+refuse_missing(pl.callbacks.ModelCheckpoint, "_monitor_candidates")
 refuse_missing(pl.strategies.DDPStrategy, "_configure_launcher")
 refuse_missing(MultiProcessingLauncher, "_recover_results_in_main_process", "_wrapping_function")
 refuse_missing(SubprocessScriptLauncher, "_call_children_scripts")

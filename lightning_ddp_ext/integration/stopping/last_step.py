@@ -19,14 +19,13 @@ from typing import Any
 import torch
 
 from lightning_ddp_ext.checkpoint.location import locate
-from lightning_ddp_ext.checkpoint.save_lock import lock_of, save_if_furthest
+from lightning_ddp_ext.checkpoint.save_lock import has_saved, lock_of, save_if_furthest
 from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.forced_exit import delaying_forced_exit, print_in_time
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.threads import wait_for_gpus
 
-from ..checkpoints.checkpoint_io import RankZeroCheckpointIO
 from ..checkpoints.fit_identity import KEY as FILE_KEY
 from ..checkpoints.run_files import RunFiles
 from ..data.loop_state import Restart, Stopped, complete_batch, find_restart
@@ -45,7 +44,7 @@ from ..private.compat import (
 from ..private.lightning_tree import pl
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import is_sharded, ranks_of
-from .stops import StopController, finish_earlier_saves
+from .stops import StopController
 
 
 class Refused(Exception):
@@ -136,7 +135,12 @@ class LastStepSaver:
 
     def _has_step(self) -> bool:
         """Whether a forced exit would lose a step. Called in another thread."""
-        return self._stops.weights.has_trained
+        fit = self._fit
+        return (
+            fit is not None
+            and self._stops.weights.has_trained
+            and not has_saved(fit.path, fit.token)
+        )
 
     @property
     def _seconds(self) -> float:
@@ -229,12 +233,7 @@ class LastStepSaver:
         ranks = [self._resume.state_at(step.restart, None)]
         checkpoint[KEY] = self._resume.make_section(step.restart, step.stopped, ranks)
         checkpoint[FILE_KEY] = self._files.identity.to_entry()
-        io = self._strategy.checkpoint_io
-        if isinstance(io, RankZeroCheckpointIO):
-            io.saver.deadline = self._seconds
-        finish_earlier_saves(io)
-        io.save_checkpoint(checkpoint, fit.path)
-        io.teardown()  # waits for a save in the background
+        self._stops.finish_earlier_saves().save_checkpoint(checkpoint, fit.path)
 
 
 def _find_last_step(trainer: Any, exception: BaseException) -> _LastStep:

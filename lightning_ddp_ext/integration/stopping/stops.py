@@ -24,7 +24,6 @@ from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopReques
 from lightning_ddp_ext.supervision.session import current_session
 from lightning_ddp_ext.supervision.signals import StopSignals, status_of, without_handler
 
-from ..checkpoints.checkpoint_io import RankZeroCheckpointIO
 from ..checkpoints.collective import Checkpoints
 from ..checkpoints.run_files import RunFiles
 from ..data.loop_state import Stopped
@@ -50,12 +49,6 @@ _FOR_PROCESS = (signal.SIGTERM, signal.SIGHUP)
 def default_deadline() -> timedelta:
     """Return the time for all ranks to exit after a signal, unless set by the user."""
     return _UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE
-
-
-def finish_earlier_saves(io: pl.plugins.CheckpointIO) -> None:
-    """Wait for earlier saves, whose errors must not prevent the next one."""
-    if isinstance(io, RankZeroCheckpointIO):
-        io.saver.finish()
 
 
 class StoppedException(pl.utilities.exceptions.SIGTERMException):
@@ -291,7 +284,7 @@ class StopController:
         if path is None:
             return "nothing is saved (stop_checkpoint=None)"
         files.identify_stop(path, is_requeued=is_requeued)
-        finish_earlier_saves(self._strategy.checkpoint_io)
+        self.finish_earlier_saves()
         self._trainer.save_checkpoint(path)
         self.has_saved = True
         if is_requeued:
@@ -301,6 +294,14 @@ class StopController:
             " as ckpt_path"
         )
         return f"saved to {path}; {remedy}"
+
+    def finish_earlier_saves(self) -> pl.plugins.CheckpointIO:
+        """Wait for this rank's saves, whose errors must not prevent the next one.
+
+        Return the IO that writes it in the foreground.
+        """
+        self._checkpoints.finish_earlier()
+        return self._checkpoints.foreground_io
 
     # SLURM.
 

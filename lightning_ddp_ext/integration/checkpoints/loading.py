@@ -1,4 +1,4 @@
-"""Find a user's code that gets a checkpoint's weights before the model copies them."""
+"""Check what the Trainer restores, and who gets the weights before the model copies them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,24 @@ from typing import Any
 
 from torch import nn
 
+from lightning_ddp_ext.checkpoint.location import PathOrUrl
+from lightning_ddp_ext.errors import CheckpointError
+
 from ..private.lightning_tree import pl
+
+
+def raise_unless_saved_by_trainer(content: Any, path: PathOrUrl) -> None:
+    """Raise if a file has no weights where Lightning looks for them.
+
+    Raises:
+        CheckpointError: it may contain a plain state dict.
+    """
+    if not isinstance(content, dict) or "state_dict" not in content:
+        raise CheckpointError(
+            f"checkpoint {path} was not saved by a Trainer: it has no entry 'state_dict'; to start"
+            f" with the weights in it, call model.load_state_dict(torch.load({str(path)!r})), and"
+            " leave out ckpt_path"
+        )
 
 
 def may_keep_weights(module: pl.LightningModule, trainer: Any) -> bool:
