@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ddp_ext.checkpoint.save_lock import lock_of, save_if_furthest
+from lightning_ddp_ext.checkpoint.save_lock import has_saved, lock_of, save_if_furthest
 from tests.harness.ranks import RankProcesses, hold
 
 TO_WAIT = 60.0  # seconds
@@ -17,14 +17,16 @@ def test_the_rank_that_is_further_saves(tmp_path: Path) -> None:
 
     def offer(content: str, run: str, batches: int) -> tuple[bool, str]:
         save = partial(path.write_text, content)
-        has_saved = save_if_furthest(str(path), run, batches, save, TO_WAIT)
-        return has_saved, path.read_text()
+        is_saved = save_if_furthest(str(path), run, batches, save, TO_WAIT)
+        return is_saved, path.read_text()
 
     assert offer("first", "run", 4) == (True, "first")
     assert offer("as far", "run", 4) == (False, "first")
     assert offer("behind", "run", 3) == (False, "first")
     assert offer("ahead", "run", 5) == (True, "ahead")
+    assert not has_saved(str(path), "other")
     assert offer("other run", "other", 1) == (True, "other run")
+    assert has_saved(str(path), "other")
 
 
 def save_slowly(rank: int, world_size: int, path: str) -> None:

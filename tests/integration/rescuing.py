@@ -160,7 +160,9 @@ class FinishedSteps(L.Callback):
 
 
 def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, Tensor]:
-    """Train from the newest checkpoint on, with another seed; return the final weights."""
+    """Train from the newest checkpoint on, with another seed; return the final weights and
+    the number of steps that loggers count.
+    """
     L.seed_everything(8 + rank if any(directory.glob("*.ckpt")) else 7, verbose=False)
     strategy = {"stop_checkpoint": directory / NAME, "timeout": 60, **plan.strategy}
     training.backend(strategy.get("process_group_backend", "gloo"))
@@ -181,10 +183,13 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
         **plan.trainer,
     }
     net = plan.model()
-    training.fit(
+    trainer = training.fit(
         "ours", directory, net, *callbacks, strategy=strategy, ckpt_path=plan.ckpt_path, **options
     )
-    return training.weights(net)
+    if "start_method" in strategy:
+        return training.weights(net)
+    steps = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return {**training.weights(net), "steps": torch.tensor(steps)}
 
 
 def survive(

@@ -45,7 +45,7 @@ def save_slowly(
     save = training.At(
         "on_train_epoch_end", lambda trainer: trainer.save_checkpoint(directory / "it.ckpt")
     )
-    strategy = {"checkpoint_io": io, "save_deadline": save_deadline}
+    strategy = {"checkpoint_io": io, "save_deadline": save_deadline, "stop_checkpoint": None}
     keeper = Keeper(Waits())
     training.fit("ours", directory, Net(), keeper, save, strategy=strategy, max_epochs=1)
 
