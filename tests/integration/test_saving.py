@@ -259,11 +259,15 @@ def fails_over_nccl(kind: training.Kind, directory: Path) -> ErrorsAfterAbort:
 def test_nothing_is_saved_once_nccl_was_aborted(tmp_path: Path) -> None:
     """A queued step may have used partial sums, so earlier files stay on every rank.
 
-    ``fit`` still raises the cause.
+    ``fit`` still raises the cause. Before its abort, the rank that fails saves its step.
     """
     other, failed = training.on_ranks("ours", fails_over_nccl, tmp_path)
     assert other.fitting.startswith("RankFailedError: ")
     assert failed.fitting == "ValueError: on purpose"
     for errors in (other, failed):
         assert "NCCL was aborted after rank 1 (host " in errors.saving
-    assert {path.read_text() for path in (tmp_path / "ours").glob("*.ckpt")} == {"earlier"}
+    directory = tmp_path / "ours"
+    assert [(directory / name).read_text() for name in ("rest.ckpt", "last.ckpt")] == [
+        "earlier"
+    ] * 2
+    assert torch.load(directory / "last-preempted.ckpt")["global_step"] == 2

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import lightning_ddp_ext as ddpx
 from lightning_ddp_ext.errors import RankDiedError
 from tests.checkpoint.content import WouldRun
 from tests.harness.ranks import RankProcesses, rank_name, run_ranks
@@ -25,13 +26,17 @@ from tests.supervision import model
 
 
 def train(rank: int, world_size: int, directory: Path, *faults: At, endless: bool = False) -> None:
-    """Start two ranks from a process that is not a rank; ``endless``: until a signal."""
+    """Start two ranks from a process that is not a rank; ``endless``: until a signal.
+
+    A survivor has five seconds to leave its step.
+    """
     options = {
         "max_epochs": -1 if endless else 1,
         "limit_val_batches": 0,
         "default_root_dir": directory,
     }
-    model.make_trainer(2, "ddp_ext_fork", *faults, **options).fit(Net())
+    strategy = ddpx.DDPExtStrategy(start_method="fork", save_deadline=5)
+    model.make_trainer(2, strategy, *faults, **options).fit(Net())
 
 
 def pids_of_ranks(launching: RankProcesses) -> dict[int, int]:
