@@ -134,13 +134,15 @@ class LastStepSaver:
         self._opened.close()
 
     def _has_step(self) -> bool:
-        """Whether a forced exit would lose a step. Called in another thread."""
+        """Whether a forced exit would lose a step. Called in another thread.
+
+        Only another rank's failure makes the main thread raise and then save.
+        """
         fit = self._fit
-        return (
-            fit is not None
-            and self._stops.weights.has_trained
-            and not has_saved(fit.path, fit.token)
-        )
+        context = current()
+        if fit is None or context is None or context.peers.cause is None:
+            return False
+        return self._stops.weights.has_trained and not has_saved(fit.path, fit.token)
 
     @property
     def _seconds(self) -> float:
