@@ -153,7 +153,7 @@ class Resume:
         """Add the place at which training continues to a checkpoint, in the call ``what``.
 
         Collective, unless this rank saves alone. A process that has only started ranks
-        knows no place.
+        has no place.
         """
         if "loops" not in checkpoint or not self._has_run:
             return
