@@ -33,7 +33,7 @@ def test_the_site_has_every_page(site: Path) -> None:
     pages = [(site / path.relative_to(ROOT)).with_suffix(".html") for path in FILES]
     assert [page for page in pages if not page.is_file()] == []
     api = (site / "docs/reference/api.html").read_text()
-    assert 'id="lightning_ddp_ext.RankZeroCheckpointIO.wait"' in api
+    assert 'id="lightning_ddp_ext.RankZeroCheckpointIO.load_checkpoint"' in api
 
 
 LOADING_ATTRIBUTES = ("src", "srcset", "href", "data", "poster", "style")

@@ -192,17 +192,13 @@ class TrainingLoader(DistributedLoader):
     def state_after(self, done: int) -> dict[str, Any]:
         """Return where this rank is after ``done`` batches of the epoch."""
         start = self._start
-        number, place = start.number, start.place
         batches = done - start.done
-        while number < self._number and batches > self.position.left(place):
-            batches -= int(self.position.left(place))
-            number, place = number + 1, 0
-        place = self.position.after(place, batches)
-        return {
-            "number": number,
-            "place": place,
-            "content": self.position.state_at(start.epoch, number, place),
-        }
+        while start.number < self._number and batches > self.position.left(start.place):
+            batches -= int(self.position.left(start.place))
+            start = Start(start.epoch, start.number + 1)
+        place = self.position.after(start.place, batches)
+        content = self.position.state_at(start.epoch, start.number, place)
+        return {"number": start.number, "place": place, "content": content}
 
     def continue_epoch(self, epoch: int, state: dict[str, Any], done: int) -> str | None:
         """Make the next iterators continue where another run was.
@@ -219,10 +215,10 @@ class TrainingLoader(DistributedLoader):
             return self.position.reason
         if state["content"] is None:
             return "was not at a known place when the checkpoint was saved"
-        number, place = state["number"], state["place"]
-        problem = self.position.restore(epoch, number, place, state["content"])
+        start = Start(epoch, state["number"], state["place"], done)
+        problem = self.position.restore(epoch, start.number, start.place, state["content"])
         if problem is None:
-            self._start = Start(epoch, number, place, done)
+            self._start = start
         return problem
 
 

@@ -8,7 +8,7 @@ Loader                Place            A resumed run
 ====================  ===============  ==============================================
 with one of our       items that all   starts our sampler there, on any number of
 samplers              ranks have read  ranks
-over another sampler  batches of this  draws the order of (seed, epoch, rank) again,
+over another sampler  batches of this  draws the order of (seed, epoch, keys) again,
                       rank             and skips indices
 with a state          batches of this  restores the state
                       rank
@@ -22,7 +22,7 @@ runs, except by a loader with a state that is read ahead.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -40,6 +40,7 @@ from lightning_ddp_ext.data.loader_properties import (
 from lightning_ddp_ext.data.proxy import make_permanent
 from lightning_ddp_ext.data.random_state import (
     generators_of,
+    keys_of,
     mix,
     preserve_random_state,
     record_random_state,
@@ -61,13 +62,16 @@ class OrderOfRank:
     """What determines this rank's orders.
 
     Attributes:
-        seed: the seed for the order of samples, the same on all ranks. It changes when a
-            checkpoint is restored.
+        seed: the seed for the order of samples, the same on all ranks.
+        keys: those of the global generators when training began, see
+            :func:`~.random_state.keys_of`. Ranks with equal ones draw equal orders,
+            because a user's sampler may take its part of an order that all ranks draw.
         rank: this rank.
         world_size: the number of ranks.
     """
 
     seed: int
+    keys: list[int]
     rank: int
     world_size: int
 
@@ -216,16 +220,19 @@ class IndexPosition(Position):
 
     def __init__(self, loader: Any, ranks: OrderOfRank, read_ahead: int) -> None:
         super().__init__(loader, ranks, read_ahead)
+        every = keys_of(*samplers_below(index_sampler_of(loader)))
+        self._keys = every[len(ranks.keys) :]  # of the generators in samplers
         self._sampler = make_permanent(loader)
         self._order: DrawnOrder | None = None
         self._restored: Iterator[Any] | None = None
 
     def _order_of(self, epoch: int, number: int) -> DrawnOrder:
         """Return the order of an iterator: the one that is being drawn, or a new one."""
-        seed = mix(self._ranks.seed, epoch, self._ranks.rank, number)
+        seed = mix(self._ranks.seed, epoch, number)
         if self._order is not None and self._order.seed == seed:
             return self._order
-        return DrawnOrder(self._sampler.batch_sampler, seed)
+        keys = [*self._ranks.keys, *self._keys]
+        return DrawnOrder(self._sampler.batch_sampler, seed, keys)
 
     @override
     def iterate(self, epoch: int, number: int, place: int) -> Iterator[Any]:
@@ -333,7 +340,7 @@ class DrawnOrder:
 
     Args:
         sampler: yields indices, or batches of them.
-        seed: seeds the global generators, and those of the samplers.
+        seed, keys: seed the global generators, and those of the samplers.
 
     Attributes:
         seed: the argument.
@@ -347,16 +354,16 @@ class DrawnOrder:
     (True, True)
     """
 
-    def __init__(self, sampler: Iterable[Any], seed: int) -> None:
+    def __init__(self, sampler: Iterable[Any], seed: int, keys: Sequence[int] = ()) -> None:
         self.seed = seed
         self.blocks = 0
         self.fingerprint = 0
-        self.rest = self._draw(sampler)
+        self.rest = self._draw(sampler, keys)
 
-    def _draw(self, sampler: Iterable[Any]) -> Iterator[list[Any]]:
+    def _draw(self, sampler: Iterable[Any], keys: Sequence[int]) -> Iterator[list[Any]]:
         owners = samplers_below(sampler)
         generators = generators_of(*owners)
-        with seeded(self.seed, *owners):
+        with seeded(self.seed, *owners, keys=keys):
             indices = map(copy_of_collection, iter(sampler))
             random_state = record_random_state(generators)
         while True:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import random
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ _GLOBAL: tuple[Any, ...] = (
     random.getstate.__self__,  # type: ignore[attr-defined]
 )
 # Mixed into the seed of each generator.
-_FOR_PYTHON, _FOR_NUMPY, _FOR_TORCH, _FOR_OTHERS = range(4)
+_FOR_PYTHON, _FOR_NUMPY, _FOR_TORCH = range(3)
 
 
 def generators_of(*owners: object) -> list[Any]:
@@ -66,6 +68,20 @@ def restore_random_state(recorded: Sequence[Any], generators: Sequence[Any] = ()
     for generator, (kind, state) in zip((*_GLOBAL, *generators), recorded, strict=False):
         if kind == _kind_of(generator):
             _set_state(generator, state)
+
+
+def keys_of(*owners: object) -> list[int]:
+    """Return numbers that tell how the global generators and those of owners were seeded.
+
+    Of a generator of torch, it is its seed, whatever was drawn since then: torch draws
+    seeds of workers from a loader's generator.
+    """
+    return [
+        each.initial_seed()
+        if isinstance(each, torch.Generator)
+        else zlib.crc32(repr(_state_of(each)).encode())
+        for each in (*_GLOBAL, *generators_of(*owners))
+    ]
 
 
 @contextmanager
@@ -159,11 +175,12 @@ def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = No
 
 
 @contextmanager
-def seeded(seed: int, *owners: object) -> Iterator[None]:
+def seeded(seed: int, *owners: object, keys: Sequence[int] = ()) -> Iterator[None]:
     """Give each generator its own seed within the block, and restore all afterwards.
 
     These are the global generators of Python, NumPy and torch (CPU), and those among
-    the owners' attributes.
+    the owners' attributes. If ``keys`` are given, as by :func:`keys_of`, generators
+    that were seeded in the same way get the same seed.
 
     >>> with seeded(1):
     ...     first = random.random()
@@ -172,12 +189,10 @@ def seeded(seed: int, *owners: object) -> Iterator[None]:
     True
     """
     others = generators_of(*owners)
+    pairs = zip_longest((*_GLOBAL, *others), keys, fillvalue=0)
     with preserve_random_state(others):
-        for number, generator in enumerate(others):
-            _seed(generator, mix(seed, _FOR_OTHERS, number))
-        random.seed(mix(seed, _FOR_PYTHON))
-        np.random.seed(mix(seed, _FOR_NUMPY) % 2**32)
-        torch.default_generator.manual_seed(mix(seed, _FOR_TORCH))
+        for number, (generator, key) in enumerate(pairs):
+            _seed(generator, mix(seed, number, key))
         yield
 
 

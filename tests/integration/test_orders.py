@@ -2,15 +2,20 @@
 
 import itertools
 import os
+import random
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     RandomSampler,
+    Sampler,
     Subset,
     WeightedRandomSampler,
 )
@@ -141,3 +146,57 @@ def test_each_epoch_of_a_weighted_sampler_is_another_draw(tmp_path: Path) -> Non
         assert len(set(drawn)) == SOME
         assert without_weight not in drawn
     assert len({tuple(drawn) for drawn in epochs}) == 3
+
+
+# Samplers of the user's that divide the samples themselves.
+
+
+class PartOfOrder(Sampler[int]):
+    """Takes this rank's part of an order that every rank draws from a global generator."""
+
+    def __init__(self, draw: Callable[[int], Sequence[int]]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return SAMPLES // dist.get_world_size()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.draw(SAMPLES)[dist.get_rank() :: dist.get_world_size()])
+
+
+DRAWS: dict[str, Callable[[int], Sequence[int]]] = {
+    "NumPy": lambda length: np.random.permutation(length).tolist(),
+    "random": lambda length: random.sample(range(length), length),
+}
+
+
+def read_parts(kind: training.Kind, directory: Path, name: str) -> Batches:
+    """Train with equal states of all generators but torch's."""
+    L.seed_everything(7, verbose=False)
+    make = loader(SAMPLES, sampler=PartOfOrder(DRAWS[name]))
+    return read(kind, directory, make, use_distributed_sampler=False)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_ranks_with_equal_generators_draw_equal_orders(name: str, tmp_path: Path) -> None:
+    """Together they read each sample once in an epoch, in another order each, as with stock."""
+    by_rank = training.on_ranks("ours", read_parts, tmp_path, name)
+    epochs = [[*itertools.chain(*(rank[epoch] for rank in by_rank))] for epoch in (0, 1)]
+    read_in_epochs = [[*itertools.chain(*batches)] for batches in epochs]
+    assert [sorted(samples) for samples in read_in_epochs] == [[*range(SAMPLES)]] * 2
+    assert read_in_epochs[0] != read_in_epochs[1]
+
+
+def read_by_generator(kind: training.Kind, directory: Path) -> Batches:
+    """Train with a generator for the order that has another seed on each rank."""
+    L.seed_everything(7, verbose=False)
+    generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+    make = loader(SAMPLES, shuffle=True, generator=generator)
+    return read(kind, directory, make, use_distributed_sampler=False)
+
+
+def test_the_seed_of_a_loaders_generator_chooses_its_order(tmp_path: Path) -> None:
+    """With different seeds, the ranks read different orders."""
+    first, second = training.on_ranks("ours", read_by_generator, tmp_path)
+    assert first[0] != second[0]
+    assert first[0] != first[1]

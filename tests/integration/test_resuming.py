@@ -54,7 +54,10 @@ def test_a_run_that_fails_again_and_again_trains_on_each_batch_once(tmp_path: Pa
 
 
 def save_after_fit(directory: Path, *, validates: bool, **limits: int) -> tuple[Training, Path]:
-    """Train until the limits; save a checkpoint when ``fit``, or then ``validate``, has returned."""
+    """Train until the limits, and save a checkpoint when ``fit`` has returned.
+
+    With ``validates``, ``validate`` runs before the save.
+    """
     training = Training(continuing.shuffled(20), directory, options={"max_epochs": 2})
     path = directory / "finished.ckpt"
     L.seed_everything(7, verbose=False)

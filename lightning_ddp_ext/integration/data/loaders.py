@@ -27,7 +27,7 @@ from lightning_ddp_ext.data.loader import (
     source_of,
 )
 from lightning_ddp_ext.data.loader_properties import length_or_inf
-from lightning_ddp_ext.data.position import OrderOfRank, global_order_of, rewind
+from lightning_ddp_ext.data.position import global_order_of, rewind
 from lightning_ddp_ext.data.proxy import own_copy
 
 from ..checkpoints.collective import Checkpoints
@@ -111,6 +111,7 @@ class TrainerLoaders:
         for loader in training_loaders_of(self._strategy.current_trainer):
             # Until now, it had the seed of this run instead of the resumed one's.
             loader.ranks.seed = self.resume.seed
+            loader.ranks.keys = self.resume.order_of_rank.keys
             sampler = global_order_of(loader.loader)
             if loader.is_dealt and sampler is not None:
                 sampler.seed = self.resume.seed
@@ -151,11 +152,10 @@ class TrainerLoaders:
         return loader.shown()
 
     def _make_position(self, loader: TrainingLoader) -> None:
-        strategy = self._strategy
-        ranks = OrderOfRank(self.resume.seed, strategy.global_rank, strategy.world_size)
-        accumulated = strategy.current_trainer.accumulate_grad_batches
+        accumulated = self._strategy.current_trainer.accumulate_grad_batches
         is_ahead = accumulated > 1 or length_or_inf(loader) == math.inf
-        loader.make_position(ranks, (accumulated + 1 if is_ahead else 0) + self.uneven.ahead)
+        read_ahead = (accumulated + 1 if is_ahead else 0) + self.uneven.ahead
+        loader.make_position(self.resume.order_of_rank, read_ahead)
 
     def _before_validation(self, loader: DistributedLoader) -> None:
         """Record the weights and the random state before any validation hook runs.

@@ -6,6 +6,7 @@ The strategy adds one section to a checkpoint, which is otherwise unchanged, so 
 ===========  =====================================================================
 ``version``  the version of the section
 ``seed``     the seed for the order of samples
+``keys``     of each rank, those of its generators, see ``data.random_state.keys_of``
 ``restart``  where training continues, a :class:`~.loop_state.Restart`
 ``stopped``  where all ranks stopped and saved the checkpoint, if they did
 ``ranks``    of each rank that saved: its ``rank``, its random states
@@ -34,7 +35,12 @@ import torch
 
 from lightning_ddp_ext.data.loader import TrainingLoader
 from lightning_ddp_ext.data.loader_properties import length_or_inf
-from lightning_ddp_ext.data.random_state import record_random_state, restore_random_state
+from lightning_ddp_ext.data.position import OrderOfRank
+from lightning_ddp_ext.data.random_state import (
+    keys_of,
+    record_random_state,
+    restore_random_state,
+)
 
 from ..checkpoints.collective import Checkpoints
 from ..private.compat import (
@@ -100,6 +106,7 @@ class Resume:
         self._replaced = replaced
         self.mode = mode
         self.known_seed: int | None = None
+        self._keys: list[list[int]] = []  # of each rank, when the seed became known
         self._has_run = False
         self._reset()
 
@@ -135,8 +142,19 @@ class Resume:
         time.
         """
         if self.known_seed is None:
-            self.known_seed = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
+            own = (int(os.environ.get("PL_GLOBAL_SEED", 0)), keys_of())
+            by_rank = ranks_of(self._strategy).gather(own)
+            self.known_seed = by_rank[0][0]
+            self._keys = [keys for _, keys in by_rank]
         return self.known_seed
+
+    @property
+    def order_of_rank(self) -> OrderOfRank:
+        """What determines the orders of this rank. Collective the first time."""
+        rank = self._strategy.global_rank
+        seed = self.seed
+        keys = self._keys[rank] if rank < len(self._keys) else keys_of()  # of a new rank
+        return OrderOfRank(seed, keys, rank, self._strategy.world_size)
 
     @property
     def epoch(self) -> int:
@@ -153,7 +171,7 @@ class Resume:
         """Add the place at which training continues to a checkpoint, in the call ``what``.
 
         Collective, unless this rank saves alone. A process that has only started ranks
-        knows no place.
+        has no place.
         """
         if "loops" not in checkpoint or not self._has_run:
             return
@@ -174,6 +192,7 @@ class Resume:
         return {
             "version": VERSION,
             "seed": self.known_seed,
+            "keys": self._keys,
             "restart": vars(restart),
             "stopped": stopped,
             "ranks": ranks,
@@ -211,7 +230,9 @@ class Resume:
         section = checkpoint.get(KEY) or {}
         if section.get("version") == VERSION:
             self.restart = Restart(**section["restart"])
-            self.known_seed = self.known_seed if section["seed"] is None else section["seed"]
+            if section["seed"] is not None:
+                self.known_seed = section["seed"]
+                self._keys = section["keys"]
             self._stopped = section["stopped"]
             self._own = self._own_state(section["ranks"])
             # Lightning has saved rank 0's states of loaders, but each rank has its own.
