@@ -119,7 +119,7 @@ def make_trainer(strategy: Any, **options: Any) -> L.Trainer:
         "accelerator": "cpu",
         "devices": 2,
         "max_epochs": 2,
-        "default_root_dir": tempfile.gettempdir(),  # a failed fit saves there
+        "default_root_dir": tempfile.mkdtemp(),  # a fit that fails saves there
         **quiet,
     }
     return L.Trainer(strategy=strategy, **{**defaults, **options})

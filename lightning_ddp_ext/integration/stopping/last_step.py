@@ -140,7 +140,8 @@ class LastStepSaver:
         """
         fit = self._fit
         context = current()
-        if fit is None or context is None or context.peers.cause is None:
+        cause = None if context is None else context.peers.cause
+        if fit is None or cause is None or cause.rank == self._strategy.global_rank:
             return False
         return self._stops.weights.has_trained and not has_saved(fit.path, fit.token)
 
