@@ -13,7 +13,10 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 _SET_BY_LIGHTNING = ("module", "device_ids")
 # Arguments of earlier versions, and what replaces them.
-_REMOVED = {"sampler": "pass a sampler to the loader, such as a ScalableDistributedSampler."}
+_REMOVED = {
+    "sampler": "pass a sampler to the loader, such as a ScalableDistributedSampler.",
+    "rescue_checkpoint": "the last step is saved to stop_checkpoint by default.",
+}
 
 
 def refuse_unknown(init: Callable[..., None], ddp_kwargs: Iterable[str]) -> None:
