@@ -277,6 +277,8 @@ class Resume:
         """
         if self.restart is not None and self.epoch > self.restart.epoch:
             self.restart = None
+            self._placed = None  # frees the loader
+            self._own = {}
         if self.restart is not None:
             self._decide()
         if self.restart is None or not self.restart.is_within:
