@@ -68,12 +68,15 @@ class OrderOfRank:
             because a user's sampler may take its part of an order that all ranks draw.
         rank: this rank.
         world_size: the number of ranks.
+        loader: the number of the loader among the training loaders, from 0. Each draws
+            another order.
     """
 
     seed: int
     keys: list[int]
     rank: int
     world_size: int
+    loader: int
 
 
 class Position:
@@ -193,7 +196,7 @@ class SamplerPosition(Position):
 
     @override
     def left(self, place: int) -> float:
-        items = len(self._sampler.shard(place))
+        items = len(self._sampler.shard(min(place, self._sampler.length)))
         drops_rest = getattr(index_sampler_of(self.loader), "drop_last", False)
         return items // self._batch_size if drops_rest else -(-items // self._batch_size)
 
@@ -207,6 +210,7 @@ class SamplerPosition(Position):
     def restore(self, epoch: int, number: int, place: int, state: dict[str, Any]) -> str | None:
         if state.get("length") != self._sampler.length:
             return f"had {state.get('length')} items, and now has {self._sampler.length}"
+        self._size_at_start = self._batch_size
         self._sampler.resume_at(epoch, place)
         self._sampler.drawn_order = self._sampler.compute_order()
         own = {**self._sampler.identity(), "drawn": self._sampler.fingerprint}
@@ -228,7 +232,7 @@ class IndexPosition(Position):
 
     def _order_of(self, epoch: int, number: int) -> DrawnOrder:
         """Return the order of an iterator: the one that is being drawn, or a new one."""
-        seed = mix(self._ranks.seed, epoch, number)
+        seed = mix(self._ranks.seed, epoch, number, self._ranks.loader)
         if self._order is not None and self._order.seed == seed:
             return self._order
         keys = [*self._ranks.keys, *self._keys]
@@ -261,7 +265,8 @@ class IndexPosition(Position):
             return f"was read by {state.get('ranks')} ranks, and is now read by {now}"
         order = self._order_of(epoch, number)
         is_own = state["rank"] == self._ranks.rank  # and not of a rank that saved alone
-        blocks = list(islice(order.rest, state["blocks"] if is_own else 0))
+        # On all ranks, because a user's sampler may make collective calls.
+        blocks = list(islice(order.rest, state["blocks"]))
         if is_own and order.fingerprint != state["drawn"]:
             return _OTHER_ORDER
         self._order = order
@@ -284,6 +289,7 @@ class StatePosition(Position):
         self._read = 0  # batches in the newest iterator
         self._key = (-1, -1)  # its epoch, and the number of iterators before it
         self._restored: Iterator[Any] | None = None  # the latest that began within an epoch
+        self._resumed_at: dict[str, Any] | None = None  # what it begins with, until it does
 
     @override
     def iterate(self, epoch: int, number: int, place: int) -> Iterator[Any]:
@@ -291,6 +297,7 @@ class StatePosition(Position):
             # Some loaders, such as litdata's, forget a restored state only at the end.
             next(self._restored, None)
         rewind(self.loader)
+        self._resumed_at = None
         self._states.clear()
         self._key = (epoch, number)
         batches = self._count(iter(self.loader), place)
@@ -318,6 +325,8 @@ class StatePosition(Position):
 
     @override
     def state_at(self, epoch: int, number: int, place: int) -> dict[str, Any] | None:
+        if self._resumed_at is not None:
+            return self._resumed_at
         if self._key != (epoch, number):
             return None
         states = dict(self._states)
@@ -330,6 +339,7 @@ class StatePosition(Position):
         if state.get("owner") != self._owner:
             return "has other data, workers or ranks than when the checkpoint was saved"
         self.loader.load_state_dict(state["state"])
+        self._resumed_at = state
         return None
 
 

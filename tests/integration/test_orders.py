@@ -200,3 +200,27 @@ def test_the_seed_of_a_loaders_generator_chooses_its_order(tmp_path: Path) -> No
     first, second = training.on_ranks("ours", read_by_generator, tmp_path)
     assert first[0] != second[0]
     assert first[0] != first[1]
+
+
+def read_two_loaders(kind: training.Kind, directory: Path, divided: bool) -> Batches:
+    """Train on two loaders of the same samples, whose samplers draw."""
+    L.seed_everything(7, verbose=False)
+    weights = [1.0] * SAMPLES
+
+    def make() -> Any:
+        return [
+            loader(SAMPLES, sampler=WeightedRandomSampler(weights, SAMPLES))() for _ in range(2)
+        ]
+
+    return read(kind, directory, make, max_epochs=1, use_distributed_sampler=divided)
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_two_loaders_of_the_same_samples_draw_different_orders(
+    divided: bool, tmp_path: Path
+) -> None:
+    """Also if both samplers are equal."""
+    for batches in training.on_ranks("ours", read_two_loaders, tmp_path, divided):
+        first = [step[:2] for step in batches[0]]
+        second = [step[2:] for step in batches[0]]
+        assert first != second

@@ -145,6 +145,9 @@ CHANGES = {
     "more samples": Change(
         divided_by_strategy(), divided_by_strategy(MORE_SAMPLES), "had 16 items, and now has 28"
     ),
+    "fewer samples than were read": Change(
+        divided_by_strategy(), divided_by_strategy(6), "had 16 items, and now has 6"
+    ),
     "more samples that the user divides": Change(
         divided_by_user(SAMPLES), divided_by_user(MORE_SAMPLES), OTHER_ORDER, options=UNDIVIDED
     ),

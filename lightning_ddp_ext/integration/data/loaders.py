@@ -39,7 +39,7 @@ from ..stopping.stops import StopController
 from .evaluation import Evaluation
 from .positions import training_loaders_of, validation_loaders_of
 from .resume import Resume, ResumeData
-from .sampler_choice import divide
+from .sampler_choice import divide, seed_of
 from .uneven import UnevenInputs, UnevenMode
 
 
@@ -92,6 +92,7 @@ class TrainerLoaders:
         self.resume = Resume(strategy, checkpoints, parts.stops, parts.replaced, resume_data)
         self.worker_seed: int | None = None
         self._combined_iterator: Any = None  # of the epoch that was entered last
+        self._prepared = 0  # training loaders, for the next epoch that is entered
 
     def attach(self, trainer: Any) -> None:
         """Reset the state, and make a Trainer call :meth:`prepare`.
@@ -103,6 +104,7 @@ class TrainerLoaders:
         self.evaluation.end()
         self.worker_seed = None
         self._combined_iterator = None
+        self._prepared = 0
         self._parts.replaced.prepare_loaders(trainer, by=self.prepare)
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
@@ -110,11 +112,12 @@ class TrainerLoaders:
         self.resume.restore(checkpoint)
         for loader in training_loaders_of(self._strategy.current_trainer):
             # Until now, it had the seed of this run instead of the resumed one's.
-            loader.ranks.seed = self.resume.seed
-            loader.ranks.keys = self.resume.order_of_rank.keys
+            order = self.resume.order_of_rank(loader.ranks.loader)
+            loader.ranks.seed = order.seed
+            loader.ranks.keys = order.keys
             sampler = global_order_of(loader.loader)
             if loader.is_dealt and sampler is not None:
-                sampler.seed = self.resume.seed
+                sampler.seed = seed_of(type(sampler), self.resume.seed, loader.ranks.loader)
 
     # Preparing loaders.
 
@@ -136,6 +139,7 @@ class TrainerLoaders:
             shuffle=shuffle,
             counts_once=self.evaluation.is_exact,
             seed=lambda: self.resume.seed,
+            number=0 if stage != RunningStage.TRAINING else self._prepared,
         )
         if divided is None:
             divided = as_lightning(source, shuffle, stage)
@@ -148,14 +152,15 @@ class TrainerLoaders:
         self._combined_iterator = None  # refers to loaders that are not needed any longer
         loader = TrainingLoader(divided, self.start, is_dealt=is_dealt)
         self.uneven.agree_on_length(loader)
-        self._make_position(loader)
+        loader.make_position(self.resume.order_of_rank(self._prepared), self._read_ahead(loader))
+        self._prepared += 1
         return loader.shown()
 
-    def _make_position(self, loader: TrainingLoader) -> None:
-        accumulated = self._strategy.current_trainer.accumulate_grad_batches
+    def _read_ahead(self, loader: TrainingLoader) -> int:
+        """Return how many batches may be read, but not be done, at a checkpoint."""
+        accumulated: int = self._strategy.current_trainer.accumulate_grad_batches
         is_ahead = accumulated > 1 or length_or_inf(loader) == math.inf
-        read_ahead = (accumulated + 1 if is_ahead else 0) + self.uneven.ahead
-        loader.make_position(self.resume.order_of_rank, read_ahead)
+        return (accumulated + 1 if is_ahead else 0) + self.uneven.ahead
 
     def _before_validation(self, loader: DistributedLoader) -> None:
         """Record the weights and the random state before any validation hook runs.
@@ -210,6 +215,7 @@ class TrainerLoaders:
         if combined_iterator_of(fit_loop) is self._combined_iterator:
             return self._start_at_position(loader, iterator)
         self._combined_iterator = combined_iterator_of(fit_loop)
+        self._prepared = 0
         self.resume.before_iterators()
         batches = self._start_at_position(loader, iterator)
         for other in iterators_of(fit_loop):

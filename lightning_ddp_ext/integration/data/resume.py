@@ -148,13 +148,15 @@ class Resume:
             self._keys = [keys for _, keys in by_rank]
         return self.known_seed
 
-    @property
-    def order_of_rank(self) -> OrderOfRank:
-        """What determines the orders of this rank. Collective the first time."""
+    def order_of_rank(self, loader: int) -> OrderOfRank:
+        """Return what determines this rank's orders. Collective the first time.
+
+        ``loader`` is the number of the loader among the training loaders.
+        """
         rank = self._strategy.global_rank
         seed = self.seed
         keys = self._keys[rank] if rank < len(self._keys) else keys_of()  # of a new rank
-        return OrderOfRank(seed, keys, rank, self._strategy.world_size)
+        return OrderOfRank(seed, keys, rank, self._strategy.world_size, loader)
 
     @property
     def epoch(self) -> int:
