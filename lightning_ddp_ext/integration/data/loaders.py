@@ -29,6 +29,8 @@ from lightning_ddp_ext.data.loader import (
 from lightning_ddp_ext.data.loader_properties import length_or_inf
 from lightning_ddp_ext.data.position import global_order_of, rewind
 from lightning_ddp_ext.data.proxy import own_copy
+from lightning_ddp_ext.data.random_state import mix
+from lightning_ddp_ext.data.samplers import TorchOrderSampler
 
 from ..checkpoints.collective import Checkpoints
 from ..private.compat import active_loop_of, combined_iterator_of, iterators_of
@@ -39,7 +41,7 @@ from ..stopping.stops import StopController
 from .evaluation import Evaluation
 from .positions import training_loaders_of, validation_loaders_of
 from .resume import Resume, ResumeData
-from .sampler_choice import divide, seed_of
+from .sampler_choice import divide
 from .uneven import UnevenInputs, UnevenMode
 
 
@@ -92,7 +94,6 @@ class TrainerLoaders:
         self.resume = Resume(strategy, checkpoints, parts.stops, parts.replaced, resume_data)
         self.worker_seed: int | None = None
         self._combined_iterator: Any = None  # of the epoch that was entered last
-        self._prepared = 0  # training loaders, for the next epoch that is entered
 
     def attach(self, trainer: Any) -> None:
         """Reset the state, and make a Trainer call :meth:`prepare`.
@@ -104,20 +105,11 @@ class TrainerLoaders:
         self.evaluation.end()
         self.worker_seed = None
         self._combined_iterator = None
-        self._prepared = 0
         self._parts.replaced.prepare_loaders(trainer, by=self.prepare)
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Prepare to resume from a checkpoint, also if hooks have already loaded the data."""
+        """Prepare to resume from a checkpoint."""
         self.resume.restore(checkpoint)
-        for loader in training_loaders_of(self._strategy.current_trainer):
-            # Until now, it had the seed of this run instead of the resumed one's.
-            order = self.resume.order_of_rank(loader.ranks.loader)
-            loader.ranks.seed = order.seed
-            loader.ranks.keys = order.keys
-            sampler = global_order_of(loader.loader)
-            if loader.is_dealt and sampler is not None:
-                sampler.seed = seed_of(type(sampler), self.resume.seed, loader.ranks.loader)
 
     # Preparing loaders.
 
@@ -139,7 +131,6 @@ class TrainerLoaders:
             shuffle=shuffle,
             counts_once=self.evaluation.is_exact,
             seed=lambda: self.resume.seed,
-            number=0 if stage != RunningStage.TRAINING else self._prepared,
         )
         if divided is None:
             divided = as_lightning(source, shuffle, stage)
@@ -152,8 +143,7 @@ class TrainerLoaders:
         self._combined_iterator = None  # refers to loaders that are not needed any longer
         loader = TrainingLoader(divided, self.start, is_dealt=is_dealt)
         self.uneven.agree_on_length(loader)
-        loader.make_position(self.resume.order_of_rank(self._prepared), self._read_ahead(loader))
-        self._prepared += 1
+        loader.make_position(self.resume.order_of_rank(0), self._read_ahead(loader))
         return loader.shown()
 
     def _read_ahead(self, loader: TrainingLoader) -> int:
@@ -215,7 +205,7 @@ class TrainerLoaders:
         if combined_iterator_of(fit_loop) is self._combined_iterator:
             return self._start_at_position(loader, iterator)
         self._combined_iterator = combined_iterator_of(fit_loop)
-        self._prepared = 0
+        self._assign_orders()
         self.resume.before_iterators()
         batches = self._start_at_position(loader, iterator)
         for other in iterators_of(fit_loop):
@@ -225,6 +215,20 @@ class TrainerLoaders:
         if iterator.before_next is not None:
             iterator.before_next()
         return batches
+
+    def _assign_orders(self) -> None:
+        """Let each training loader draw an order of its own, under the seed of the run.
+
+        Hooks may have loaded the data before a checkpoint has set that seed. Stock's
+        samplers all have one seed.
+        """
+        for number, loader in enumerate(training_loaders_of(self._strategy.current_trainer)):
+            order = self.resume.order_of_rank(number)
+            vars(loader.ranks).update(vars(order))
+            sampler = global_order_of(loader.loader)
+            if loader.is_dealt and sampler is not None:
+                is_stocks = isinstance(sampler, TorchOrderSampler)
+                sampler.seed = order.seed if is_stocks else mix(order.seed, number)
 
     def _start_at_position(self, loader: TrainingLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Start an iterator over a training loader at the loader's position."""
@@ -240,6 +244,7 @@ class TrainerLoaders:
 
     def on_train_start(self) -> None:
         """Set the counters and the random state with which training continues."""
+        self._assign_orders()
         iterator = combined_iterator_of(self._strategy.current_trainer.fit_loop)
         self.resume.on_train_start(has_begun=iterator is self._combined_iterator)
 

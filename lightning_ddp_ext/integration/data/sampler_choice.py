@@ -29,7 +29,6 @@ from lightning_ddp_ext.data.loader_properties import index_sampler_of, length_or
 from lightning_ddp_ext.data.permutation import Uneven
 from lightning_ddp_ext.data.position import global_order_of
 from lightning_ddp_ext.data.proxy import own_copy
-from lightning_ddp_ext.data.random_state import mix
 from lightning_ddp_ext.data.samplers import (
     DistributedBatchSamplerWrapper,
     GlobalOrderSampler,
@@ -53,7 +52,6 @@ def divide(
     shuffle: bool,
     counts_once: bool,
     seed: Callable[[], int],
-    number: int,
 ) -> Any:
     """Return the loader that this rank reads; ``None`` for what the Trainer makes of it.
 
@@ -64,7 +62,6 @@ def divide(
         shuffle: whether the Trainer would shuffle.
         counts_once: whether an evaluation counts each sample once.
         seed: returns the seed for the order of samples; may be collective.
-        number: the number of the loader among the training loaders, from 0.
     """
     if global_order_of(loader) is not None:
         return loader
@@ -84,26 +81,16 @@ def divide(
     # With Lightning's sampler, a warning says that evaluated samples are repeated.
     if is_evaluated and reads_each_once and not can_count_once(loader):
         return None
-    ranks = strategy.distributed_sampler_kwargs
-    run_seed = seed()
+    options = {**strategy.distributed_sampler_kwargs, "seed": seed()}
     if reads_each_once:
         shuffles = shuffle and not trainer.overfit_batches
-        torchs = TorchOrderSampler(loader.dataset, shuffle=shuffles, seed=run_seed, **ranks)
+        torchs = TorchOrderSampler(loader.dataset, shuffle=shuffles, **options)
         return _with_sampler(loader, torchs)
-    own_seed = seed_of(SharedSampler, run_seed, number)
     if not is_batches:
-        return _with_sampler(loader, SharedSampler(drawn, seed=own_seed, **ranks))
+        return _with_sampler(loader, SharedSampler(drawn, **options))
     uneven: Uneven = "drop" if getattr(drawn, "drop_last", False) else "pad"
-    batches = DistributedBatchSamplerWrapper(drawn, seed=own_seed, uneven=uneven, **ranks)
+    batches = DistributedBatchSamplerWrapper(drawn, uneven=uneven, **options)
     return _with_sampler(loader, batches)
-
-
-def seed_of(kind: type[GlobalOrderSampler], seed: int, number: int) -> int:
-    """Return the seed of a sampler in a training loader with this number.
-
-    Each loader draws another order, except that stock's samplers all have one seed.
-    """
-    return seed if issubclass(kind, TorchOrderSampler) else mix(seed, number)
 
 
 def _drawn_by(loader: DataLoader[Any]) -> Any:
