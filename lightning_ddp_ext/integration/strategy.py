@@ -305,7 +305,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         is_restore = self.checkpoints.is_restoring(checkpoint_path)
         checkpoint = self.checkpoints.load(checkpoint_path, weights_only=weights_only)
         if is_restore:
-            self.data.restore(checkpoint)
+            self.data.resume.restore(checkpoint)
         return checkpoint
 
     def _restore_chosen_file(

@@ -143,15 +143,6 @@ def _watchdogs_of(trainer: Any) -> list[HangWatchdog]:
     return [each for each in trainer.callbacks if isinstance(each, HangWatchdog)]
 
 
-def report_progress(trainer: pl.Trainer) -> None:
-    """Tell a Trainer's ``HangWatchdog`` that this rank makes progress.
-
-    This is for progress outside Lightning's hooks.
-    """
-    for watchdog in _watchdogs_of(trainer):
-        watchdog._record_progress()
-
-
 # Each hook that begins or ends something, or that handles a checkpoint, is progress: for
 # example, on_train_batch_end and on_save_checkpoint. The hooks within a batch, such as
 # on_after_backward, are not, since the batch's end follows soon.

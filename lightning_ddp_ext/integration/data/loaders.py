@@ -107,10 +107,6 @@ class TrainerLoaders:
         self._combined_iterator = None
         self._parts.replaced.prepare_loaders(trainer, by=self.prepare)
 
-    def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Prepare to resume from a checkpoint."""
-        self.resume.restore(checkpoint)
-
     # Preparing loaders.
 
     def prepare(

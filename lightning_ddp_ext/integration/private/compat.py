@@ -51,13 +51,6 @@ def combined_loader_of(loop: Any) -> Any:
     return None if loop is None else private(loop, "_combined_loader")
 
 
-def is_due_to_reload(trainer: Any, epoch: int) -> bool:
-    """Whether a validation in this epoch creates its loaders again."""
-    interval = trainer.reload_dataloaders_every_n_epochs
-    last = private(trainer.fit_loop.epoch_loop.val_loop, "_last_val_dl_reload_epoch")
-    return bool(interval and epoch - last >= interval)
-
-
 def mode_of(loop: Any) -> str:
     """Return the mode of a loop's combined loader, which is not public.
 
