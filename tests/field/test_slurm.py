@@ -261,12 +261,15 @@ FAILURES = [
 def test_a_failed_task_is_named_by_the_other_one_which_saves(
     srun: str, fault: str, message: str, slurm: Slurm, tmp_path: Path
 ) -> None:
-    """The checkpoint has the fourth step, in which the task fails; the job fails."""
+    """The checkpoint has the fourth step, in which the task fails; the job fails.
+
+    A task that raises saves, too, if it has the lock first.
+    """
     arguments = [SLOWLY, fault]
     job = submit(slurm, tmp_path, *arguments, start=f"{srun} python")
     assert job.wait() == FAILED, job.output
     assert re.search(message, job.output, re.MULTILINE), job.output
-    assert "[rank 0] saved step 4 to" in job.output, job.output
+    assert re.search(r"^\[rank \d\] saved step 4 to", job.output, re.MULTILINE), job.output
 
 
 # The second task waits until the test creates a file.
