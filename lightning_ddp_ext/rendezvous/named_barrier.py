@@ -17,11 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Any
 
 from lightning_ddp_ext.rank_lists import activities_in_words, listed
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, Peers, event_of
-from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
+from lightning_ddp_ext.rendezvous.wire import Message
 
 _LONGEST_TEXT = 500  # characters of each text in a call
 
@@ -80,13 +79,9 @@ class NamedBarriers:
         self._waiting: dict[int, list[Call]] = {}
         self.awaited: Call | None = None
         self.reset_counts()
-        self._remote = RemoteCalls(
-            peers,
-            "barrier",
-            record=self._record_call,
-            open=self._open_barrier,
-            overdue=self._report_overdue,
-        )
+        peers.on("call", self._record_call)
+        peers.on("open", self._open_barrier)
+        peers.on("overdue", self._report_overdue)
 
     def reset_counts(self) -> None:
         """Reset the counts of calls and steps.
@@ -151,7 +146,7 @@ class NamedBarriers:
             self.made += 1
             call = Call(self._peers.rank, self.made, self._steps, *texts)
         receivers = self._peers.everyone if self._peers.rank == 0 else [0]
-        self._remote.call(receivers, "record", asdict(call))
+        self._peers.tell(receivers, "call", {"call": asdict(call)})
         self.awaited = call
         try:
             while not self._is_open(call, self._timeout().total_seconds()):
@@ -164,9 +159,8 @@ class NamedBarriers:
 
     def _end_wait(self, call: Call) -> None:
         """Have rank 0 name the absent ranks, or name rank 0 if it does not reply."""
-        replies = self._remote.call([0], "overdue", asdict(call))
-        self._peers.wait_for(lambda: bool(replies), self._peers.timeouts.answer)
-        if not self._is_open(call, 0.0):
+        self._peers.tell([0], "overdue", {"call": asdict(call)})
+        if not self._is_open(call, self._peers.timeouts.answer):
             raise self._report_absence(call, [0], "did not answer", _BE_IN_TIME).to_error()
 
     def _is_open(self, call: Call, seconds: float) -> bool:
@@ -185,35 +179,35 @@ class NamedBarriers:
 
     # Called by other ranks.
 
-    def _record_call(self, values: dict[str, Any]) -> None:
+    def _record_call(self, body: Message) -> None:
         """Record a call, and report it if this rank skipped it.
 
         Rank 0, which alone has the calls of several ranks, opens the barrier, or names a
         differing rank.
         """
-        call = Call(**values)
+        call = Call(**body["call"])
         calls = self._waiting.setdefault(call.number, [])
         calls.append(call)
         missed = self._skipped_call()
         if len({each.name for each in calls}) > 1:
             self._report_mismatch(calls)
         elif len(calls) == len(self._peers.everyone):
-            self._remote.call(self._peers.everyone, "open", call.number)
+            self._peers.tell(self._peers.everyone, "open", {"number": call.number})
         elif missed is not None:
             self._report_absence(missed, [self._peers.rank])
 
-    def _open_barrier(self, number: int) -> None:
+    def _open_barrier(self, body: Message) -> None:
+        number = body["number"]
         self._open = max(self._open, number)
         self._waiting.pop(number, None)
 
-    def _report_overdue(self, values: dict[str, Any]) -> bool:
+    def _report_overdue(self, body: Message) -> None:
         """Report the ranks that have not started a call; for rank 0."""
-        call = Call(**values)
+        call = Call(**body["call"])
         started = {other.rank for other in self._waiting.get(call.number, [])}
         absent = [rank for rank in self._peers.everyone if rank not in started]
         if absent and self._open < call.number:
             self._report_absence(call, absent, "did not do so in time", _BE_IN_TIME)
-        return True
 
     def _report_absence(
         self,

@@ -7,14 +7,14 @@ that thread during a run, the process exits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError, RankHungError
 from lightning_ddp_ext.forced_exit import ForcedExit
 from lightning_ddp_ext.ranks import RemoteTraceback, shortened
-from lightning_ddp_ext.rendezvous.channel import Channel
+from lightning_ddp_ext.rendezvous.channel import Channel, Handler
 from lightning_ddp_ext.rendezvous.request import RankInfo, Timeouts
 from lightning_ddp_ext.rendezvous.runs import current_run
 from lightning_ddp_ext.rendezvous.wire import Message
@@ -128,6 +128,7 @@ class Peers:
         self._abort = abort
         self._departed: PeerEvent | None = None  # the first orderly departure
         self._forced_exit = ForcedExit("ddpx-exit")
+        self._handlers: dict[str, Handler] = {}  # by topic
         channel.on_message("event", self._handle_message)
         channel.on_closed(self._on_closed)
 
@@ -158,6 +159,31 @@ class Peers:
                 lambda: condition() or self.cause_or_departure is not None, seconds
             )
             return condition()
+
+    def on(self, topic: str, handler: Handler) -> None:
+        """Have ``handler`` called with each message on a topic, also of this rank itself.
+
+        It is called on the channel's thread, or on the thread of :meth:`tell`, one
+        message at a time. It holds ``arrived``, which is notified afterwards, and must
+        not wait.
+        """
+
+        def handle(body: Message) -> None:
+            with self.arrived:
+                handler(body)
+                self.arrived.notify_all()
+
+        self._handlers[topic] = handle
+        self.channel.on_message(topic, handle)
+
+    def tell(self, ranks: Collection[int], topic: str, body: Message) -> None:
+        """Send a message to ranks, of which this one may be one. Never waits.
+
+        Rank 0 sends to any rank, every other rank only to ``[0]``.
+        """
+        self.channel.send(topic, body, ranks)
+        if self.rank in ranks:
+            self._handlers[topic]({**body, "from": self.rank})
 
     def report(self, event: PeerEvent) -> PeerEvent:
         """Report to all ranks, including this one, why they cannot continue.

@@ -12,8 +12,7 @@ between two Trainers of all ranks, a second one of this rank only, which is then
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -55,12 +54,12 @@ class ProcessContext:
         groups: the process groups.
         session: what other subpackages keep with these connections.
         world: this process's place among all ranks.
-        has_closed: set when this process leaves the other ranks.
+        has_closed: whether this process has left the other ranks.
     """
 
     def __init__(self, request: Request, connections: Connections) -> None:
         self.session: Any = None
-        self.has_closed = threading.Event()
+        self.has_closed = False
         self.world = request.world
         self.table = connections.table
         self._connections = connections
@@ -82,28 +81,23 @@ class ProcessContext:
         with self._forming():
             self.groups.form_default(deadline)
 
-    def new_group(
-        self, ranks: Sequence[int] | None = None, *, backend: str | None = None, purpose: str = ""
-    ) -> dist.ProcessGroup:
-        """Return a group of some ranks that closes with the default group.
+    def new_group(self, *, backend: str | None = None, purpose: str = "") -> dist.ProcessGroup:
+        """Return a group of all ranks that closes with the default group.
 
         The first call is collective over all ranks.
 
         Args:
-            ranks: its members, by default all ranks; other ranks get a group that they
-                cannot use.
             backend: as in ``torch.distributed.new_group``.
             purpose: the use of the group, for messages; calls with the same arguments
                 return the same group.
         """
-        members = list(self.peers.everyone if ranks is None else ranks)
-        key = (*members, backend, purpose)
+        key = (backend, purpose)
         if key not in self.groups.others:
             # Without the barrier, a rank would wait in the store for one that failed or
             # is elsewhere.
             self.barriers.enter(f"forming a group for {purpose}" if purpose else "forming a group")
             with self._forming():
-                self.groups.form(key, members, backend)
+                self.groups.form(key, backend)
         return self.groups.others[key]
 
     @contextmanager
@@ -198,7 +192,9 @@ class ProcessContext:
 
     def close(self) -> None:
         """Close groups, channel and store."""
-        self.has_closed.set()
+        with self.peers.arrived:
+            self.has_closed = True
+            self.peers.arrived.notify_all()
         try:
             self.groups.close(is_broken=self.peers.cause is not None)
         finally:

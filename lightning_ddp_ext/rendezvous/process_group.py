@@ -164,14 +164,11 @@ class ProcessGroups:
             " NCCL connects the devices"
         )
 
-    def form(self, key: object, ranks: list[int], backend: str | None) -> None:
-        """Form a group of some ranks.
-
-        Collective over all ranks; within :meth:`forming`.
-        """
+    def form(self, key: object, backend: str | None) -> None:
+        """Form a further group of all ranks. Collective; within :meth:`forming`."""
         # All ranks are here: they have passed a barrier.
         timeout = min(self.request.init_timeout, self.timeout)
-        group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=timeout)
+        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
         self._set_timeout(group)
         self.others[key] = group
 

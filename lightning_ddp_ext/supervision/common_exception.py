@@ -8,7 +8,7 @@ If some do not, each of the others announces its own exception.
 from __future__ import annotations
 
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
-from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
+from lightning_ddp_ext.rendezvous.wire import Message
 from lightning_ddp_ext.threads import start_thread
 
 _SECONDS_TO_RAISE = 1.0
@@ -22,12 +22,8 @@ class CommonException:
         self._peers = context.peers
         self._is_common: bool | None = None  # until rank 0 decides
         self._raised: set[int] = set()  # on rank 0: the ranks that have raised so far
-        self._remote = RemoteCalls(
-            self._peers,
-            "exception",
-            raised=self._on_raised,
-            decided=self._on_decided,
-        )
+        self._peers.on("raised", self._on_raised)
+        self._peers.on("decided", self._on_decided)
 
     def is_common(self) -> bool:
         """Whether every rank raises within a second; called on the main thread.
@@ -35,15 +31,15 @@ class CommonException:
         It is ``False`` if rank 0 does not answer.
         """
         self._is_common = None
-        self._remote.call([0], "raised", self._peers.rank)
+        self._peers.tell([0], "raised", {})
         seconds = _SECONDS_TO_RAISE + self._peers.timeouts.first_cause
         self._peers.wait_for(lambda: self._is_common is not None, seconds)
         return bool(self._is_common)
 
     # On rank 0.
 
-    def _on_raised(self, rank: int) -> None:
-        self._raised.add(rank)
+    def _on_raised(self, body: Message) -> None:
+        self._raised.add(body["from"])
         if len(self._raised) == 1:
             start_thread("ddpx-exception", self._decide)
 
@@ -53,14 +49,14 @@ class CommonException:
         with self._peers.arrived:
             is_common = self._have_all_raised()
             self._raised.clear()
-            self._remote.call(self._peers.everyone, "decided", is_common)
+            self._peers.tell(self._peers.everyone, "decided", {"is_common": is_common})
 
     def _have_all_raised(self) -> bool:
         return len(self._raised) == len(self._peers.everyone)
 
     # On every rank.
 
-    def _on_decided(self, is_common: bool) -> None:
-        self._is_common = is_common
-        if is_common:
+    def _on_decided(self, body: Message) -> None:
+        self._is_common = body["is_common"]
+        if self._is_common:
             self._context.barriers.reset_counts()  # the ranks may have raised after different calls

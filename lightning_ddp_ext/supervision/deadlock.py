@@ -1,4 +1,4 @@
-"""Find ranks that wait for each other in different calls, from the reports of all ranks.
+"""Find the rank that others wait for, from the statuses of ranks.
 
 In a deadlock, ranks made different calls, so none of them can continue. A rank that
 waits in a call needs all ranks that have not made this call. One of them never will if
@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from lightning_ddp_ext.rank_lists import activities_in_words, grouped
+from lightning_ddp_ext.rank_lists import activities_in_words, grouped, listed
 from lightning_ddp_ext.rendezvous.named_barrier import SAME_CALLS, remedies_of
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.supervision.flight_recorder import Collective, GroupProgress, Purpose
-from lightning_ddp_ext.supervision.report import Report
+from lightning_ddp_ext.supervision.status import Status
 
 # Functions whose inputs must have the same number of elements on all ranks.
 _OF_SAME_SIZE = ("all_reduce", "broadcast", "reduce")
-_COMPUTING = 0.01  # seconds of processor time between two surveys; a thread that waits takes none
+# Seconds of processor time between two statuses; a thread that waits takes none.
+_COMPUTING = 0.01
 _REMEDIES: dict[Purpose, str] = {
     "logged values": "log the same values in the same number of steps on every rank",
     "metric": (
@@ -32,6 +33,10 @@ _REMEDIES: dict[Purpose, str] = {
         " accumulate_grad_batches on every rank"
     ),
 }
+_TAKES_LONGER = (
+    "make sure that every rank makes the same calls; if one takes longer, pass a longer timeout to"
+    " the strategy"
+)
 
 
 @dataclass(frozen=True)
@@ -39,11 +44,11 @@ class Deadlock:
     """Ranks that wait for each other in different calls.
 
     Attributes:
-        reports: the reports of these ranks, in the order of ranks.
+        statuses: the statuses of these ranks, in the order of ranks.
         calls: the call of each of these ranks, in this order, with file and line.
     """
 
-    reports: list[Report]
+    statuses: list[Status]
     calls: dict[RankInfo, str]
 
     @property
@@ -52,38 +57,77 @@ class Deadlock:
         _, ranks_in_rarest_call = grouped(self.calls)[0]
         accused = ranks_in_rarest_call[0]
         activities = activities_in_words(self.calls, "is in")
-        remedies = self._remedies()
         return event_of(
             "absent",
             accused,
-            f"ranks are waiting for each other in different calls: {activities}; {remedies}",
+            f"ranks are waiting for each other in different calls: {activities};"
+            f" {self._remedies()}",
         )
 
     def _remedies(self) -> str:
-        awaited = [report.awaited for report in self.reports if report.awaited is not None]
-        purposes = {pending.collective.purpose for pending in _pending_in(self.reports)}
+        awaited = [status.awaited for status in self.statuses if status.awaited is not None]
+        purposes = {pending.collective.purpose for pending in _pending_in(self.statuses)}
         by_purpose = (remedy for purpose, remedy in _REMEDIES.items() if purpose in purposes)
         return "; ".join([*remedies_of(awaited), *by_purpose]) or SAME_CALLS
 
-    def persists_in(self, later: Deadlock | None) -> bool:
-        """Whether a later survey found the same calls, with no blocked rank computing since."""
-        if later is None or self.calls != later.calls:
-            return False
-        pairs = zip(self.reports, later.reports, strict=True)  # of the same ranks as in calls
+    # Compared with the same deadlock, found earlier: its statuses are of the same ranks.
+
+    def is_pushed_after(self, earlier: Deadlock) -> bool:
+        """Whether each rank has pushed its status again."""
+        pairs = zip(earlier.statuses, self.statuses, strict=True)
+        return all(new.number > old.number for old, new in pairs)
+
+    def has_computed_since(self, earlier: Deadlock) -> bool:
+        """Whether a blocked rank took processor time."""
+        pairs = zip(earlier.statuses, self.statuses, strict=True)
         seconds = [new.cpu_seconds - old.cpu_seconds for old, new in pairs if new.is_blocked]
-        return max(seconds, default=0.0) < _COMPUTING
+        return max(seconds, default=0.0) >= _COMPUTING
 
 
-def deadlock_in(reports: Sequence[Report]) -> Deadlock | None:
-    """Return a deadlock that is certain, if any."""
-    return mismatch_in(reports) or _circular_wait_in(reports)
+def deadlock_in(statuses: Sequence[Status]) -> Deadlock | None:
+    """Return a deadlock that is certain once it is found twice, if any."""
+    calls = {_call_of(status) for status in statuses if status.awaited or status.unfinished}
+    if len(calls) < 2:  # a common case, also with hundreds of ranks
+        return None
+    return _mismatch_in(statuses) or _circular_wait_in(statuses)
+
+
+# Answers to a rank that asks; ``wait`` is the part of the message about this rank.
+
+
+def silent_rank(silent: Sequence[RankInfo], wait: str) -> PeerEvent:
+    """Return the event of the first of the ranks that did not push their status."""
+    silence = listed((f"{who} has not answered" for who in silent), separator="; ")
+    return event_of("hung", silent[0], f"{silence}; {wait}")
+
+
+def rank_outside_collective(statuses: Sequence[Status], wait: str) -> PeerEvent | None:
+    """Return the event of a rank that others wait for in a collective, if any.
+
+    It entered another collective, or is not waiting while others time out.
+    """
+    mismatch = _mismatch_in(statuses)
+    if mismatch is not None:
+        return mismatch.event
+    elsewhere = [status for status in statuses if not status.waits]
+    has_timed_out = any(status.waits and status.has_timed_out for status in statuses)
+    if not elsewhere or not has_timed_out:
+        return None
+    places = listed(
+        (f"{status.who} is in {status.place or 'library code'}" for status in elsewhere),
+        separator=" and ",
+    )
+    return event_of("absent", elsewhere[0].who, f"{wait}, but {places}; {_TAKES_LONGER}")
+
+
+# Ranks in different collectives of the same group.
 
 
 @dataclass(frozen=True)
 class _Entered:
     """A collective that a rank has entered."""
 
-    report: Report
+    status: Status
     progress: GroupProgress
     number: int
 
@@ -92,43 +136,40 @@ class _Entered:
         return self.progress.collective(self.number)
 
     def __str__(self) -> str:
-        place = self.collective.place or self.report.place
+        place = self.collective.place or self.status.place
         return f"{self.progress.describe(self.number)}, {place}"
 
 
-# Ranks in different collectives of the same group.
-
-
-def mismatch_in(reports: Sequence[Report]) -> Deadlock | None:
+def _mismatch_in(statuses: Sequence[Status]) -> Deadlock | None:
     """Return ranks that entered different collectives with the same number, if any.
 
     At least one of them is waiting in its collective.
     """
-    for waiting in _pending_in(reports):
-        entered = _entered_by_ranks(reports, waiting.progress.group, waiting.number)
+    for waiting in _pending_in(statuses):
+        entered = _entered_by_ranks(statuses, waiting.progress.group, waiting.number)
         if any(_differ(waiting.collective, other.collective) for other in entered):
             return Deadlock(
-                [each.report for each in entered],
-                {each.report.who: str(each) for each in entered},
+                [each.status for each in entered],
+                {each.status.who: str(each) for each in entered},
             )
     return None
 
 
-def _pending_in(reports: Sequence[Report]) -> list[_Entered]:
+def _pending_in(statuses: Sequence[Status]) -> list[_Entered]:
     return [
-        _Entered(report, progress, progress.pending)
-        for report in reports
-        for progress in report.unfinished
+        _Entered(status, progress, progress.pending)
+        for status in statuses
+        for progress in status.unfinished
     ]
 
 
-def _entered_by_ranks(reports: Sequence[Report], group: str, number: int) -> list[_Entered]:
+def _entered_by_ranks(statuses: Sequence[Status], group: str, number: int) -> list[_Entered]:
     """Return a collective of a group as each rank entered it."""
     entered = []
-    for report in reports:
-        progress = report.progress_in(group)
+    for status in statuses:
+        progress = status.progress_in(group)
         if progress is not None and progress.has_entered(number):
-            entered.append(_Entered(report, progress, number))
+            entered.append(_Entered(status, progress, number))
     return entered
 
 
@@ -140,14 +181,14 @@ def _differ(one: Collective, other: Collective) -> bool:
 # Ranks that wait for each other.
 
 
-def _circular_wait_in(reports: Sequence[Report]) -> Deadlock | None:
+def _circular_wait_in(statuses: Sequence[Status]) -> Deadlock | None:
     """Return the blocked ranks that wait for each other, if any.
 
     For example, rank 0 waits in an ``all_reduce`` that rank 1 has not entered, and rank
     1 in a named barrier that rank 0 has not entered. If rank 1 were computing, rank 0
     could continue later.
     """
-    blocked = [report for report in reports if report.is_blocked]
+    blocked = [status for status in statuses if status.is_blocked]
     stuck = _waiting_for_each_other(blocked)
     # A rank that turns out not to be stuck may make the call that others wait for.
     while len(stuck) < len(blocked):
@@ -155,22 +196,22 @@ def _circular_wait_in(reports: Sequence[Report]) -> Deadlock | None:
         stuck = _waiting_for_each_other(blocked)
     if not stuck:
         return None
-    return Deadlock(stuck, {report.who: _call_of(report) for report in stuck})
+    return Deadlock(stuck, {status.who: _call_of(status) for status in stuck})
 
 
-def _waiting_for_each_other(reports: Sequence[Report]) -> list[Report]:
-    return [report for report in reports if _waits_for_any(report, reports)]
+def _waiting_for_each_other(statuses: Sequence[Status]) -> list[Status]:
+    return [status for status in statuses if _waits_for_any(status, statuses)]
 
 
-def _waits_for_any(report: Report, others: Collection[Report]) -> bool:
+def _waits_for_any(status: Status, others: Collection[Status]) -> bool:
     """Whether a rank waits in a call that one of the others has not made."""
-    if report.awaited is not None:
-        return any(other.calls_made < report.awaited.number for other in others)
-    return any(other.is_missing_in(progress) for progress in report.unfinished for other in others)
+    if status.awaited is not None:
+        return any(other.calls_made < status.awaited.number for other in others)
+    return any(other.is_missing_in(progress) for progress in status.unfinished for other in others)
 
 
-def _call_of(report: Report) -> str:
+def _call_of(status: Status) -> str:
     """Describe the call that a rank waits in."""
-    if report.awaited is not None:
-        return f"{report.awaited.what}, {report.awaited.where or report.place}"
-    return str(_pending_in([report])[0])
+    if status.awaited is not None:
+        return f"{status.awaited.what}, {status.awaited.where or status.place}"
+    return str(_pending_in([status])[0])

@@ -3,7 +3,7 @@
 If another rank fails or exits, a collective or the store of this rank breaks, and its
 main thread raises an exception that does not name the other rank. The place where an
 exception was raised shows whether it may follow from another rank's failure. If so, the
-event of that rank arrives over the control channel, or a survey finds it. All other
+event of that rank arrives over the control channel, or the statuses of ranks show it. All other
 exceptions are this rank's own, and this rank announces them.
 """
 
@@ -145,7 +145,7 @@ def _event_behind(exception: BaseException, session: Session) -> PeerEvent | Non
     if isinstance(exception, torch.AcceleratorError):
         return None
     if may_be_echo(exception):
-        return session.survey.cause_of_broken_collective()
+        return session.statuses.cause_of_broken_collective()
     if _is_raised_for_user(exception):
         peers.wait(peers.timeouts.first_cause)
         return peers.cause

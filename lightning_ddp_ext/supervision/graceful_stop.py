@@ -31,12 +31,12 @@ from datetime import timedelta
 from enum import Enum, auto
 from functools import partial
 from signal import Signals
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_ddp_ext.forced_exit import ForcedExit
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
-from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls, Replies
+from lightning_ddp_ext.rendezvous.wire import Message
 from lightning_ddp_ext.supervision.signals import status_of
 from lightning_ddp_ext.supervision.stacks import call_site_of, main_frame
 from lightning_ddp_ext.threads import start_thread
@@ -120,7 +120,7 @@ class GracefulStop:
 
     Args:
         context: the connections to the other ranks.
-        raise_if_a_rank_is_silent: raises if a rank does not reply.
+        raise_if_a_rank_is_silent: raises if a rank does not push its status.
 
     Attributes:
         is_active: whether a Trainer of this process handles requests.
@@ -139,17 +139,14 @@ class GracefulStop:
         # On rank 0 also while it is RUNNING, if it has not begun the request's job.
         self._request: StopRequest | None = None
         self._target = StopPoint(0)  # in the state AGREED
-        self._replies = Replies()
+        self._positions: dict[int, StopPoint] = {}  # on rank 0, of the ranks that have paused
         self._seconds = 0.0  # from the first signal to the deadline
         self._acknowledge: Acknowledge = lambda request: None
         self._forced_exit = ForcedExit("ddpx-stop-deadline")
-        self._remote = RemoteCalls(
-            context.peers,
-            "stop",
-            handle_request=self._handle_request,
-            pause=self._pause,
-            set_target=self._set_target,
-        )
+        self._peers.on("stop", self._handle_request)
+        self._peers.on("pause", self._pause)
+        self._peers.on("position", self._record_position)
+        self._peers.on("target", self._set_target)
 
     def request_stop(self, signum: int) -> None:
         """Have all ranks stop; for any thread, but not for a signal handler.
@@ -158,7 +155,7 @@ class GracefulStop:
         """
         request = StopRequest(signum, self._peers.rank, self._peers.mine.host, self._job)
         self._limit_stop(request)
-        self._remote.call([0], "handle_request", asdict(request))
+        self._peers.tell([0], "stop", {"request": asdict(request)})
 
     def start(self, deadline: timedelta, acknowledge: Acknowledge) -> None:
         """Handle requests from now on: the ranks have begun a job with stop points.
@@ -275,44 +272,47 @@ class GracefulStop:
         """
         return job < self._job or (job == self._job and not self.is_active)
 
-    def _handle_request(self, values: dict[str, Any]) -> None:
+    def _handle_request(self, body: Message) -> None:
         """Handle a request on rank 0.
 
         After the first one, all ranks pause as soon as rank 0 has started that job.
         """
-        request = StopRequest(**values)
+        request = StopRequest(**body["request"])
         if self._request is None and not self._has_finished(request.job):
             self._request = request
             if request.job == self._job:
                 self._start_agreement(request)
 
     def _start_agreement(self, request: StopRequest) -> None:
-        """On rank 0, pause all ranks and find their stop point in a thread.
-
-        The ranks pause before another barrier opens.
-        """
+        """On rank 0, pause all ranks before another barrier opens."""
         if self._peers.rank == 0:
-            self._replies = self._remote.call(self._peers.everyone, "pause", asdict(request))
-            start_thread("ddpx-stop", self._agree, request)
+            self._positions.clear()
+            self._peers.tell(self._peers.everyone, "pause", {"request": asdict(request)})
+            start_thread("ddpx-stop", self._acknowledge, request)
 
-    def _agree(self, request: StopRequest) -> None:
-        self._acknowledge(request)
-        replies = self._replies
-        if self._peers.wait_for(lambda: len(replies) == len(self._peers.everyone), self._seconds):
-            target = next_common([StopPoint(*reply) for reply in replies.values()])
-            self._remote.call(self._peers.everyone, "set_target", target, request.job)
-
-    def _pause(self, values: dict[str, Any]) -> StopPoint:
-        request = StopRequest(**values)
+    def _pause(self, body: Message) -> None:
+        request = StopRequest(**body["request"])
         if not self._has_finished(request.job):
             self._request = request
             self._state = _State.PAUSING
             self._limit_stop(request)
-        return self._position  # read after the state; the main thread uses the opposite order
+        # Read after the state; the main thread uses the opposite order.
+        self._peers.tell([0], "position", {"position": self._position, "job": request.job})
 
-    def _set_target(self, target: Sequence[int], job: int) -> None:
-        if not self._has_finished(job):
-            self._target = StopPoint(*target)
+    def _record_position(self, body: Message) -> None:
+        """On rank 0, let all ranks stop at their next common point once all have paused."""
+        if self._request is None or body["job"] != self._request.job:
+            return
+        self._positions[body["from"]] = StopPoint(*body["position"])
+        if len(self._positions) == len(self._peers.everyone):
+            target = next_common(list(self._positions.values()))
+            self._peers.tell(
+                self._peers.everyone, "target", {"target": target, "job": body["job"]}
+            )
+
+    def _set_target(self, body: Message) -> None:
+        if not self._has_finished(body["job"]):
+            self._target = StopPoint(*body["target"])
             self._state = _State.AGREED
 
     # The deadline.
@@ -345,11 +345,11 @@ class GracefulStop:
 
     def _explain_exit(self, finding: str) -> str:
         rank = self._peers.rank
-        collects_replies = rank == 0 and self._state is _State.PAUSING
+        is_pausing = rank == 0 and self._state is _State.PAUSING
         silent = [
             info
             for info in self._context.table
-            if collects_replies and info.rank not in self._replies
+            if is_pausing and info.rank not in self._positions
         ]
         silence = f", and {listed(silent)} did not answer" if silent else ""
         return (

@@ -8,29 +8,27 @@ from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.supervision.common_exception import CommonException
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
-from lightning_ddp_ext.supervision.long_waits import watch_long_waits
-from lightning_ddp_ext.supervision.survey import Survey
+from lightning_ddp_ext.supervision.status_table import StatusTable
 
 
 class Session:
-    """This rank's part in surveys, stops and common exceptions, and a watch for waits.
+    """This rank's part in statuses, stops and common exceptions.
 
     A session is built when the ranks have connected, and lasts until they disconnect.
     Messages of other ranks that arrive earlier are kept for it.
 
     Attributes:
         context: the connections and process groups.
-        survey: collects reports from all ranks.
+        statuses: finds the rank that others wait for.
         stops: stops all ranks together after a signal.
         exceptions: determines whether every rank raises.
     """
 
     def __init__(self, context: ProcessContext) -> None:
         self.context = context
-        self.survey = Survey(context)
-        self.stops = GracefulStop(context, self.survey.raise_if_a_rank_is_silent)
+        self.statuses = StatusTable(context)
+        self.stops = GracefulStop(context, self.statuses.raise_if_a_rank_is_silent)
         self.exceptions = CommonException(context)
-        watch_long_waits(context, self.survey)
 
 
 def start_session(request: Request) -> Session | None:
