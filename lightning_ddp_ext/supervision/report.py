@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,43 +28,19 @@ from lightning_ddp_ext.supervision.stacks import (
 
 @dataclass(frozen=True)
 class Report:
-    """A rank's report about itself.
-
-    =====================  =========  ==============================================
-    ``makes_no_progress``  ``waits``  The rank
-    =====================  =========  ==============================================
-    no                     any        works, or has not waited for long
-    yes                    yes        waits for other ranks
-    yes                    no         is stuck in its own code, or is not watched
-    =====================  =========  ==============================================
-    """
+    """A rank's report about itself."""
 
     who: RankInfo
 
-    # Progress.
-
-    idle: float = 0.0
-    """Seconds since its last progress."""
-    makes_no_progress: bool = False
-    """Whether ``idle`` exceeds the watchdog's timeout, or the watchdog has stopped."""
-    progress: str = ""
-    """Its progress: epoch, step, batch."""
-
     # The main thread.
 
-    doing: str = ""
-    """The activity of its main thread, such as ``train_dataloader_next``."""
     place: str = ""
     """File and line in the user's code."""
-    is_watched: bool = True
-    """Whether a watchdog watches it. Otherwise it may not need the other ranks."""
     is_in_collective: bool = False
     """Whether its main thread is in C++, in code of a collective or a backward pass."""
     cpu_seconds: float = 0.0
     """The processor time of its main thread; 0 with CUDA, which may poll while it waits.
     """
-    stacks: str = ""
-    """The stacks of its threads."""
 
     # Collectives and named barriers.
 
@@ -79,11 +54,6 @@ class Report:
     """The number of calls of named barriers that it has started."""
     awaited: Call | None = None
     """The call of a named barrier that it waits in."""
-
-    @property
-    def where(self) -> str:
-        """Its activity, with file and line."""
-        return f"{self.doing}, {self.place}" if self.place else self.doing
 
     @property
     def is_blocked(self) -> bool:
@@ -128,27 +98,31 @@ class Reporter:
     """Describes this rank from the channel's thread.
 
     Attributes:
-        describe: returns a report with this rank's activity and progress.
         has_broken_collective: whether another rank probably broke a collective of this
             one, which therefore counts as waiting.
     """
 
     def __init__(self, context: ProcessContext) -> None:
-        self.describe: Callable[[], Report] = lambda: report_of(
-            context.peers.mine, doing="user code", is_watched=False
-        )
         self.has_broken_collective = False
         self._who = context.peers.mine
         self._groups = context.groups
         self._barriers = context.barriers
 
-    def report_calls(self) -> Report:
-        """Return a report with the calls in which this rank waits, without its stacks."""
-        return self._with_barriers(report_of(self._who))
-
-    def report_all(self) -> Report:
-        """Return a report with these calls, this rank's activity and its progress."""
-        return self._with_barriers(self.describe())
+    def report(self) -> Report:
+        """Return this rank's report; not for the main thread, whose stack it reads."""
+        frame = main_frame()
+        groups = read_progress()
+        return Report(
+            self._who,
+            place=call_site_of(frame),
+            is_in_collective=is_in_collective(frame) or is_in_backward(frame),
+            cpu_seconds=0.0 if torch.cuda.is_initialized() else _cpu_seconds(),
+            groups=groups,
+            has_broken_collective=self.has_broken_collective,
+            has_timed_out=has_timed_out(groups, self._groups.timeout),
+            calls_made=self._barriers.made,
+            awaited=self._barriers.awaited,
+        )
 
     def open_calls(self) -> list[str]:
         """Return a key of each call in which this rank waits, or in which its device does.
@@ -159,34 +133,6 @@ class Reporter:
         call = self._barriers.awaited
         barriers = [] if call is None else [f"call {call.number}"]
         return groups_in_collectives() + barriers
-
-    def _with_barriers(self, report: Report) -> Report:
-        """Add what only the connections of this rank show."""
-        return replace(
-            report,
-            has_broken_collective=self.has_broken_collective,
-            has_timed_out=has_timed_out(report.groups, self._groups.timeout),
-            calls_made=self._barriers.made,
-            awaited=self._barriers.awaited,
-        )
-
-
-def report_of(who: RankInfo, **activity: Any) -> Report:
-    """Return this rank's report; not for the main thread, whose stack it reads.
-
-    Args:
-        who: this rank.
-        activity: fields of the report that a watchdog knows.
-    """
-    frame = main_frame()
-    return Report(
-        who,
-        place=call_site_of(frame),
-        is_in_collective=is_in_collective(frame) or is_in_backward(frame),
-        cpu_seconds=0.0 if torch.cuda.is_initialized() else _cpu_seconds(),
-        groups=read_progress(),
-        **activity,
-    )
 
 
 def _cpu_seconds() -> float:

@@ -3,7 +3,7 @@
 A hang becomes an error in four steps:
 
 1. A rank notices that it waits, and requests a survey from rank 0: in ``long_waits``,
-   ``watchdog``, ``failure`` or ``graceful_stop``.
+   ``failure`` or ``graceful_stop``.
 2. Rank 0 collects the replies in a thread. Each rank replies from the channel's thread,
    even if its main thread is blocked. Its ``report`` has its ``stacks`` and the
    collectives in torch's ``flight_recorder``.
@@ -11,7 +11,7 @@ A hang becomes an error in four steps:
    ``diagnosis``.
 4. It reports that rank, and the main thread of every rank raises (``rendezvous.peers``).
 
-There are surveys of four kinds:
+There are surveys of three kinds:
 
 ==============  ====================================  ==================================
 Kind            Requested                             Rank 0 reports
@@ -23,16 +23,13 @@ Kind            Requested                             Rank 0 reports
                 out                                   one outside of the collective,
                                                       after a second request
 ``silence``     while other ranks are late            a rank that does not reply
-``hang``        by a watchdog, without progress       a rank that does not reply, or is
-                                                      stuck
 ==============  ====================================  ==================================
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -45,7 +42,7 @@ from lightning_ddp_ext.supervision.flight_recorder import has_timed_out, read_pr
 from lightning_ddp_ext.supervision.report import Report, Reporter
 from lightning_ddp_ext.threads import start_thread
 
-Kind = Literal["deadlock", "collective", "silence", "hang"]
+Kind = Literal["deadlock", "collective", "silence"]
 
 # Seconds; a rank may just be returning from the collective. Once one does, all do.
 _SECOND_REQUEST_AFTER = 1.0
@@ -60,14 +57,10 @@ class Survey:
 
     Attributes:
         reporter: describes this rank.
-        hang_reported_at: the ``time.monotonic()`` at which this rank last replied to a
-            watchdog's survey.
     """
 
     def __init__(self, context: ProcessContext) -> None:
         self.reporter = Reporter(context)
-        self.hang_reported_at = 0.0
-        self._publish: Callable[[PeerEvent, Findings], bool] = lambda event, findings: True
         self._peers = context.peers
         self._groups = context.groups
         self._seconds = context.peers.timeouts.answer
@@ -84,22 +77,6 @@ class Survey:
             is_waiting=lambda: bool(self.reporter.open_calls()),
             report=self._report,
         )
-
-    def attach_watchdog(
-        self,
-        *,
-        report: Callable[[], Report],
-        publish: Callable[[PeerEvent, Findings], bool],
-    ) -> None:
-        """Let a watchdog of this rank report on it, and publish what a survey finds.
-
-        Args:
-            report: returns a report with this rank's activity and progress.
-            publish: called with the event and the findings of a watchdog's survey, on
-                the rank that collected them; returns whether all ranks stop.
-        """
-        self.reporter.describe = report
-        self._publish = publish
 
     # For any thread except the channel's; most of these calls take several seconds.
 
@@ -146,7 +123,7 @@ class Survey:
         is_rank_zero_silent = not is_answered and self._peers.rank != 0
         if is_rank_zero_silent and kind != "deadlock":  # a deadlock needs a report of rank 0
             silent = [self._peers.table[0]]
-            self._conclude(kind, wait, Findings([self.reporter.report_all()], silent))
+            self._conclude(kind, wait, Findings([self.reporter.report()], silent))
         return self._peers.cause_or_departure
 
     @property
@@ -162,22 +139,15 @@ class Survey:
 
     def _conclude(self, kind: Kind, wait: str, findings: Findings) -> None:
         """Report the rank that the others wait for, if the findings show it."""
-        if kind == "hang":
-            event = findings.stuck_rank
-        elif kind == "collective":
-            event = findings.silent_rank(wait) or findings.rank_outside_collective(wait)
-        else:
-            event = findings.silent_rank(wait)
-        if event is not None and (kind != "hang" or self._publish(event, findings)):
+        event = findings.silent_rank(wait)
+        if event is None and kind == "collective":
+            event = findings.rank_outside_collective(wait)
+        if event is not None:
             self._peers.report(event)
 
-    def _report(self, kind: Kind) -> dict[str, Any]:
-        """Reply to rank 0 with the report that this kind of survey needs."""
-        if kind == "deadlock":
-            return asdict(self.reporter.report_calls())
-        if kind == "hang":
-            self.hang_reported_at = time.monotonic()
-        return asdict(self.reporter.report_all())
+    def _report(self) -> dict[str, Any]:
+        """Reply to rank 0 with this rank's report."""
+        return asdict(self.reporter.report())
 
     # On rank 0.
 
@@ -206,38 +176,36 @@ class Survey:
         ranks = [rank for rank, is_waiting in replies.items() if is_waiting]
         if len(ranks) < 2:
             return
-        deadlock = deadlock_in(self._findings("deadlock", ranks).reports)
+        deadlock = deadlock_in(self._findings(ranks).reports)
         if deadlock is not None:
             self._confirm(deadlock, ranks)
 
     def _confirm(self, deadlock: Deadlock, ranks: Collection[int]) -> None:
         """Report a deadlock if a second request finds it unchanged."""
         self._peers.wait(min(_SECOND_REQUEST_AFTER, self._peers.timeouts.deadlock / 2))
-        later = deadlock_in(self._findings("deadlock", ranks).reports)
+        later = deadlock_in(self._findings(ranks).reports)
         if self._peers.cause is None and deadlock.persists_in(later):
             self._peers.report(deadlock.event)
 
     def _report_findings(self, kind: Kind, wait: str) -> None:
-        findings = self._findings(kind, self._peers.everyone)
+        findings = self._findings(self._peers.everyone)
         if kind == "collective" and not findings.silent and findings.elsewhere:
             self._peers.wait(_SECOND_REQUEST_AFTER)
-            findings = self._findings(kind, self._peers.everyone)
+            findings = self._findings(self._peers.everyone)
         if self._peers.cause_or_departure is None:
             self._conclude(kind, wait, findings)
 
-    def _findings(self, kind: Kind, ranks: Collection[int]) -> Findings:
+    def _findings(self, ranks: Collection[int]) -> Findings:
         """Request a report from each of the ranks."""
-        replies = self._collect(ranks, self._seconds, "report", kind)
+        replies = self._collect(ranks, self._seconds, "report")
         return Findings(
             [Report.from_dict(replies[rank]) for rank in sorted(replies)],
             [self._peers.table[rank] for rank in ranks if rank not in replies],
         )
 
-    def _collect(
-        self, ranks: Collection[int], seconds: float, function: str, *arguments: Any
-    ) -> dict[int, Any]:
+    def _collect(self, ranks: Collection[int], seconds: float, function: str) -> dict[int, Any]:
         """Call a function of the ranks; return the replies within ``seconds``."""
-        replies = self._remote.call(ranks, function, *arguments)
+        replies = self._remote.call(ranks, function)
         self._peers.wait_for(lambda: len(replies) == len(ranks), seconds)
         with self._peers.arrived:
             return dict(replies)
