@@ -39,7 +39,6 @@ from training import WARMING_UP, Net, make_trainer
 
 from lightning_ddp_ext import (
     DDPExtStrategy,
-    HangWatchdog,
     RankConsistency,
     RankZeroCheckpoint,
     SamplerEpochSeeding,
@@ -59,7 +58,6 @@ def step(kind: str, logged: int, steps: int, ranks: int = 2, **options: Any) -> 
         if kind == "with all callbacks":
             saving = RankZeroCheckpoint(directory, save_last=True)
             callbacks = [
-                HangWatchdog(600),
                 RankConsistency(),
                 SyncBatchNormConversion(),
                 SamplerEpochSeeding(),
@@ -223,40 +221,6 @@ def measure_signals(effort: Effort) -> Table:
     )
 
 
-def hang(timeout: float) -> Figures:
-    """Return seconds from the moment at which rank 1 gets stuck until both processes
-    have exited.
-    """
-    with scratch_directory() as directory:
-
-        def get_stuck(trainer: L.Trainer, index: int) -> None:
-            if index == SIGNALLED_AT and trainer.global_rank == 1:
-                (directory / "began").write_text(str(time.monotonic()))
-                time.sleep(600)
-
-        def work(rank: int) -> None:
-            stuck = L.pytorch.callbacks.LambdaCallback(
-                on_train_batch_start=lambda trainer, module, batch, index: get_stuck(trainer, index)
-            )
-            callbacks = [HangWatchdog(timeout=timeout, directory=directory), stuck]
-            make_trainer("ddp_ext", 2, callbacks=callbacks, default_root_dir=directory).fit(Net())
-
-        statuses(fork_ranks(2, work), seconds=120)
-        return {"seconds": time.monotonic() - float((directory / "began").read_text())}
-
-
-def measure_hang(effort: Effort) -> Table:
-    rows = []
-    for timeout in effort.choose((5.0, 10.0), quick=(2.0,)):
-        seconds = take_turns({"hang": partial(hang, timeout)}, effort.repeats(5))["hang"]["seconds"]
-        rows.append([f"{timeout:.0f} s", spread(seconds)])
-    return Table(
-        "hang",
-        ["`HangWatchdog(timeout=)`, rank 1 of 2 gets stuck", "seconds until both exited"],
-        rows,
-    )
-
-
 if __name__ == "__main__":
     main(
         __doc__,
@@ -265,6 +229,5 @@ if __name__ == "__main__":
             "epoch_end": measure_epoch_end,
             "max_time": measure_max_time,
             "signals": measure_signals,
-            "hang": measure_hang,
         },
     )

@@ -16,7 +16,7 @@
     └── RankFailedError (RuntimeError)       another rank failed or exited, so this rank stops
         ├── RankDiedError                    another rank was killed, or its host is unreachable
         ├── RankAbsentError                  a rank did not make the call that the others made
-        └── RankHungError                    a rank is stuck, or does not reply
+        └── RankHungError                    a rank does not reply
 
 A message names the field, the rule, the value and the remedy, in this order. A
 traceback ends with a reference to the page that describes the error.
@@ -164,7 +164,7 @@ class RankAbsentError(RankFailedError):
 
 
 class RankHungError(RankFailedError):
-    """``rank`` is stuck or does not reply, so the other ranks cannot continue.
+    """``rank`` does not reply, so the other ranks cannot continue.
 
-    Also raised on that rank.
+    Also raised on that rank, once it can.
     """

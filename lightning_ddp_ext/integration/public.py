@@ -1,6 +1,5 @@
 """Collect the public names for one Lightning tree, and register the strategy names."""
 
-from .callbacks.hang_watchdog import HangWatchdog
 from .callbacks.rank_consistency import RankConsistency
 from .callbacks.rank_debugger import RankDebugger
 from .callbacks.rank_zero_checkpoint import RankZeroCheckpoint
@@ -13,7 +12,6 @@ from .sync_batchnorm import SyncBatchNormConversion
 
 __all__ = [
     "DDPExtStrategy",
-    "HangWatchdog",
     "RankConsistency",
     "RankDebugger",
     "RankZeroCheckpoint",

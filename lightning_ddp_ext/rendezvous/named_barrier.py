@@ -29,9 +29,7 @@ _MAKE_IT = (
     "DDPExtStrategy(uneven_inputs='stop_at_shortest')"
 )
 SAME_CALLS = "make sure that every rank makes the same calls in the same order"
-_BE_IN_TIME = (
-    "use HangWatchdog to find its current activity, or pass a longer timeout to the strategy"
-)
+_BE_IN_TIME = "find out what takes it so long, or pass a longer timeout to the strategy"
 
 
 @dataclass(frozen=True)

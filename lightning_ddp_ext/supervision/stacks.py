@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from functools import cache
 from types import FrameType
 
-from lightning_ddp_ext.ranks import shortened
-
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 # Packages whose lines do not help users; they call the user's code, or it calls them.
@@ -25,9 +23,6 @@ _LIBRARIES = {
     "torch",
     "torchmetrics",
 }
-# A report must fit into one message, and into the socket buffer of a rank that has
-# stopped reading.
-_LONGEST = 1 << 15
 # Modules whose functions wait for collectives in C++, or for a device that does. A call
 # waits if its innermost frame is in one of them.
 _WAITS_IF_INNERMOST = (
@@ -127,29 +122,3 @@ def is_in_backward(frame: FrameType | None) -> bool:
 def _module_of(frame: FrameType | None) -> str:
     """Return the name of a frame's module, with a dot at its end."""
     return "" if frame is None else f"{frame.f_globals.get('__name__')}."
-
-
-# All threads.
-
-
-def all_stacks() -> str:
-    """Return the stacks of all other threads, the main thread's first.
-
-    The most recent call comes last, and a long text is shortened. Source lines are left
-    out, since the file system that contains them may be the cause of a hang.
-    """
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
-    frames.pop(threading.get_ident(), None)
-    main = threading.main_thread().ident
-    idents = sorted(frames, key=lambda ident: (ident != main, names.get(ident, "")))
-    stacks = [_stack(names.get(ident, f"thread {ident}"), frames[ident]) for ident in idents]
-    return shortened("\n".join(stacks), _LONGEST)
-
-
-def _stack(name: str, frame: FrameType) -> str:
-    lines = [
-        f'  File "{caller.f_code.co_filename}", line {line}, in {caller.f_code.co_name}'
-        for caller, line in traceback.walk_stack(frame)
-    ]
-    return "\n".join([f"{name}:", *reversed(lines)])

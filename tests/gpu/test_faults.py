@@ -16,8 +16,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
 from torch import Tensor
 
-from lightning_ddp_ext import HangWatchdog
-from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError, RankHungError
+from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError
 from tests.gpu.placement import GPU, IS_GPU, NCCL, Placement, Wide, hold_device
 from tests.harness import training
 from tests.harness.ranks import stories
@@ -53,11 +52,6 @@ FAULTS = {
     ),
     "dies": Fault(
         supervision.die, RankDiedError, "died: its process ended unexpectedly", -signal.SIGKILL
-    ),
-    "hangs": Fault(
-        supervision.wait_for_ever,
-        RankHungError,
-        r"never entered \w+ #\d+ .*; it is in training_step, .*\.py:\d+",
     ),
     "is late": Fault(
         supervision.wait_for_ever,
@@ -102,8 +96,6 @@ def train_with_fault(
 ) -> None:
     """Train until the fault; a callback saves if the error leaves the weights intact."""
     callbacks: list[L.Callback] = [OnExceptionCheckpoint(directory, "after-error")]
-    if fault == "hangs":
-        callbacks.append(HangWatchdog(5, directory=directory))
     trainer = placement.trainer(
         directory,
         strategy={"timeout": 600},
@@ -121,7 +113,7 @@ def train_with_fault(
 def test_messages_name_the_rank_that_fails(
     placement: Placement, fault: str, tmp_path: Path
 ) -> None:
-    """A rank that raises, dies, hangs, is late or fails in a kernel: the other names
+    """A rank that raises, dies, is late or fails in a kernel: the other names
     it, and saves no partial sums.
 
     NCCL's aborted collectives may leave partial sums, so nothing is saved after them.

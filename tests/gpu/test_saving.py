@@ -8,7 +8,6 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_ddp_ext import HangWatchdog
 from tests.gpu.placement import (
     GLOO,
     IS_GPU,
@@ -41,10 +40,7 @@ def save_in_training(
     placement.trainer(
         path.parent,
         plugins=[checkpointing.make_io(is_background=is_background)],
-        callbacks=[
-            training.At("on_train_batch_end", save, earlier=1),
-            HangWatchdog(300, directory=path.parent),
-        ],
+        callbacks=[training.At("on_train_batch_end", save, earlier=1)],
     ).fit(Wide())
 
 

@@ -74,7 +74,6 @@ def run_on_ranks(
     *argv: str,
     cwd: Path,
     world_size: int | None = None,
-    returncode: int = 0,
     time_limit: float = 300.0,
 ) -> str:
     """Run a script on rank processes that have imported torch and Lightning, five times
@@ -82,7 +81,7 @@ def run_on_ranks(
 
     It runs as under a launcher that sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``:
     by default on two ranks, or in one process if it forks its ranks itself. Return the
-    output of all of them, rank by rank; fail unless each exits with ``returncode``.
+    output of all of them, rank by rank; fail unless each exits with status 0.
     """
     if world_size is None:
         world_size = 1 if re.search(_FORKS, script.read_text()) else 2
@@ -90,7 +89,7 @@ def run_on_ranks(
     outcomes = launch_ranks(
         be_the_script, world_size, script, argv, cwd, env=env, time_limit=time_limit
     )
-    return output_of_all(outcomes, exit_code=returncode)
+    return output_of_all(outcomes, exit_code=0)
 
 
 def print_line(text: str) -> None:

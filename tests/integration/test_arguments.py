@@ -15,7 +15,6 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_ddp_ext import (
     DDPExtStrategy,
-    HangWatchdog,
     RankConsistency,
     RankDebugger,
     SamplerEpochSeeding,
@@ -181,18 +180,6 @@ def test_a_task_of_srun_may_start_its_own_ranks(monkeypatch: pytest.MonkeyPatch)
 
 NOT_STEPS = "every_n_steps must be an integer of at least 1"
 OF_CALLBACKS: list[tuple[type[Callback], dict[str, Any], str]] = [
-    (HangWatchdog, {"timeout": 0}, "timeout must be a positive number of seconds"),
-    (
-        HangWatchdog,
-        {"timeout": 9, "on_hang": "stop"},
-        "on_hang must be 'abort' or 'continue' (got 'stop')",
-    ),
-    (
-        HangWatchdog,
-        {"timeout": 9, "directory": "s3://a"},
-        "HangWatchdog needs a local directory (got directory='s3://a'); pass a local path",
-    ),
-    (HangWatchdog, {"timeout": None}, "timeout must be a duration (got None)"),
     (RankDebugger, {"rank": "1"}, "rank must be an integer of at least 0 (got '1')"),
     (RankDebugger, {"rank": 1, "port": 99999}, "port must be an integer from 1 to 65535 (got 99"),
     (RankConsistency, {"every_n_steps": 0}, NOT_STEPS),
@@ -211,19 +198,3 @@ def test_a_value_that_a_callback_does_not_allow_is_refused(
     """
     with pytest.raises(DDPExtError, match=re.escape(message)):
         callback(**arguments)
-
-
-def test_a_second_hang_watchdog_is_refused() -> None:
-    """With two, each rank would write two reports of a hang."""
-    callbacks = [HangWatchdog(9), HangWatchdog(99, "continue")]
-    trainer = make_trainer("auto", devices=1, callbacks=callbacks)
-    with pytest.raises(ConfigurationError, match="can have one HangWatchdog"):
-        trainer.fit(Net())
-
-
-def test_a_hang_watchdog_does_not_report_to_an_object_store() -> None:
-    """The error names the Trainer's ``default_root_dir``, and the argument to use."""
-    options = {"devices": 1, "default_root_dir": "memory://run"}
-    watchdog = HangWatchdog(9)
-    with pytest.raises(ConfigurationError, match=r"local .*='memory://run'\); .*directory="):
-        watchdog.setup(make_trainer("auto", **options), Net(), "fit")

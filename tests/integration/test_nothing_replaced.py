@@ -24,7 +24,6 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import (
-    HangWatchdog,
     RankConsistency,
     RankZeroCheckpoint,
     RankZeroCheckpointIO,
@@ -196,7 +195,7 @@ def parts_of_run(kind: training.Kind, directory: Path, played: Played) -> list[w
     )
     trainer = training.make_trainer(
         strategy,
-        callbacks=[HangWatchdog(600), played.make_callback()],
+        callbacks=[played.make_callback()],
         default_root_dir=directory,
         enable_checkpointing=True,
     )

@@ -106,13 +106,13 @@ def test_a_script_can_import_lightning_later(tmp_path: Path) -> None:
 
 
 def give_callback_of_pytorch_lightning(rank: int, world_size: int) -> str:
-    from lightning_ddp_ext.pytorch_lightning import HangWatchdog
+    from lightning_ddp_ext.pytorch_lightning import RankConsistency
 
-    class UsersWatchdog(HangWatchdog):
+    class UsersCallback(RankConsistency):
         pass
 
     options = {"devices": 1, "accelerator": "cpu", "logger": False}
-    trainer = L.Trainer(strategy="ddp_ext", callbacks=[UsersWatchdog(60)], **options)
+    trainer = L.Trainer(strategy="ddp_ext", callbacks=[UsersCallback(60)], **options)
     with pytest.raises(ConfigurationError) as caught:
         trainer.fit(BoringModel())
     return str(caught.value)
@@ -121,6 +121,6 @@ def give_callback_of_pytorch_lightning(rank: int, world_size: int) -> str:
 def test_a_callback_of_another_tree_is_refused() -> None:
     """The error names its tree, and the right import."""
     assert run_ranks(give_callback_of_pytorch_lightning, 1) == [
-        "HangWatchdog is made for pytorch_lightning, but this Trainer is from lightning; "
-        "write 'from lightning_ddp_ext.lightning import HangWatchdog'"
+        "RankConsistency is made for pytorch_lightning, but this Trainer is from lightning; "
+        "write 'from lightning_ddp_ext.lightning import RankConsistency'"
     ]

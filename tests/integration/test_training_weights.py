@@ -9,7 +9,6 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_ddp_ext import HangWatchdog
 from lightning_ddp_ext.integration.stopping.training_weights import TrainingWeights
 from tests.harness.training import Net, make_trainer
 
@@ -45,7 +44,6 @@ class HasBatchHook(L.Callback):
         pytest.param(Net, L.Callback, False, id="no hook"),
         pytest.param(HasEvalHook, L.Callback, True, id="a hook of the model"),
         pytest.param(Net, HasBatchHook, True, id="a hook of a callback"),
-        pytest.param(Net, lambda: HangWatchdog(60), False, id="a callback of this package"),
     ],
 )
 def test_weights_are_compared_if_a_users_hook_may_swap_them(

@@ -28,10 +28,9 @@ class RankDebugger(pl.Callback):
     and PyCharm. The rank prints the address at which a debugger can attach, and waits
     before the module's ``setup``, unless an editor is already connected. This needs
     debugpy: ``pip install debugpy``. With ``DDPExtStrategy``, ``timeout``, the limits
-    of named barriers and ``heartbeat_timeout`` do not apply in practice, and
-    ``HangWatchdog`` is off, but ``save_deadline`` still applies. If a rank exits, all
-    ranks still stop. With another strategy, the other ranks wait for at most its
-    ``timeout``.
+    of named barriers and ``heartbeat_timeout`` do not apply in practice, but
+    ``save_deadline`` still applies. If a rank exits, all ranks still stop. With another
+    strategy, the other ranks wait for at most its ``timeout``.
 
     Args:
         rank: the rank that waits, counted from 0.
