@@ -179,9 +179,6 @@ class ProcessGroups:
             self._set_timeout(group)
 
     def _set_timeout(self, group: dist.ProcessGroup | None = None) -> None:
-        if not isinstance(group, dist.ProcessGroup | None):
-            # Torch's placeholder for a group without this rank.
-            return
         # Torch 2.15 deprecates the private name, which earlier versions have alone.
         set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
         set_timeout(self._with_slack(self.timeout), group)

@@ -306,9 +306,7 @@ class GracefulStop:
         self._positions[body["from"]] = StopPoint(*body["position"])
         if len(self._positions) == len(self._peers.everyone):
             target = next_common(list(self._positions.values()))
-            self._peers.tell(
-                self._peers.everyone, "target", {"target": target, "job": body["job"]}
-            )
+            self._peers.tell(self._peers.everyone, "target", {"target": target, "job": body["job"]})
 
     def _set_target(self, body: Message) -> None:
         if not self._has_finished(body["job"]):
@@ -347,9 +345,7 @@ class GracefulStop:
         rank = self._peers.rank
         is_pausing = rank == 0 and self._state is _State.PAUSING
         silent = [
-            info
-            for info in self._context.table
-            if is_pausing and info.rank not in self._positions
+            info for info in self._context.table if is_pausing and info.rank not in self._positions
         ]
         silence = f", and {listed(silent)} did not answer" if silent else ""
         return (

@@ -27,7 +27,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
@@ -185,9 +184,7 @@ class StatusTable:
         timeout = self._context.groups.timeout.total_seconds()
         seconds = min(self._timeouts.deadlock, timeout) / _PUSHES
         looks = self._looks
-        self._peers.channel.wait_for(
-            lambda: self._looks > looks or not self._is_needed(), seconds
-        )
+        self._peers.channel.wait_for(lambda: self._looks > looks or not self._is_needed(), seconds)
         return self._is_needed()
 
     def _is_needed(self) -> bool:

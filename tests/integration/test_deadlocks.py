@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_ddp_ext import DDPExtStrategy
-from lightning_ddp_ext.rendezvous.peers import PeerEvent
-from lightning_ddp_ext.supervision.session import current_session
-from lightning_ddp_ext.supervision.survey import Kind
+from lightning_ddp_ext.supervision import status_table
+from lightning_ddp_ext.supervision.status import Status
 from tests.harness import ranks, training
 from tests.harness.training import Linear, Net, Rows
 
@@ -196,7 +195,6 @@ def fit(
     setting: Setting,
     *,
     seconds: float = 0.5,
-    first_callbacks: Sequence[L.Callback] = (),
 ) -> None:
     model, options = setting(rank)
     options = {
@@ -204,7 +202,6 @@ def fit(
         "num_sanity_val_steps": 0,
         "default_root_dir": directory,
         **options,
-        "callbacks": [*first_callbacks, *options.get("callbacks", [])],
     }
     training.make_trainer(make_strategy(directory, seconds), **options).fit(model)
 
@@ -251,24 +248,17 @@ def save_slowly(rank: int) -> Run:
     return Run(Linear(), {"callbacks": [saving], "plugins": [SavesSlowly()]})
 
 
-def fit_and_announce_surveys(rank: int, world_size: int, directory: Path, setting: Setting) -> None:
-    """Train; a rank that waits has the ranks compared repeatedly, and announces it."""
-    first = training.At("setup", announce_surveys)
-    fit(rank, world_size, directory, setting, seconds=0.2, first_callbacks=[first])
+def fit_and_announce(rank: int, world_size: int, directory: Path, setting: Setting) -> None:
+    """Train; rank 0 announces each time that it compares statuses of waiting ranks."""
+    find = status_table.deadlock_in
 
+    def find_and_announce(statuses: Sequence[Status]) -> object:
+        if statuses:
+            ranks.announce("compared")
+        return find(statuses)
 
-def announce_surveys(trainer: L.Trainer) -> None:
-    """Let this rank announce each finished survey that it has requested."""
-    session = current_session()
-    assert session is not None
-    request = session.survey.request
-
-    def request_and_announce(kind: Kind, wait: str = "") -> PeerEvent | None:
-        event = request(kind, wait)
-        ranks.announce("survey")
-        return event
-
-    session.survey.request = request_and_announce
+    status_table.deadlock_in = find_and_announce
+    fit(rank, world_size, directory, setting, seconds=0.2)
 
 
 @pytest.mark.parametrize(
@@ -287,10 +277,10 @@ def announce_surveys(trainer: L.Trainer) -> None:
 )
 def test_a_rank_that_works_can_continue(setting: Setting, tmp_path: Path) -> None:
     """The other rank waits for it, however often it has the ranks compared."""
-    with ranks.RankProcesses(fit_and_announce_surveys, 2, tmp_path, setting) as processes:
+    with ranks.RankProcesses(fit_and_announce, 2, tmp_path, setting) as processes:
         processes.wait_for("busy", 0)
         for _ in range(4):
-            processes.wait_for("survey", 1)
+            processes.wait_for("compared", 0)
         processes.release(0)
         outcomes = processes.wait()
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes[0].story()
@@ -301,12 +291,12 @@ def test_a_stopped_process_can_continue(tmp_path: Path) -> None:
     ranks that waited for it.
     """
     setting = partial(call_on_one_rank, hook="on_train_batch_end", call=stay, earlier=1, caller=1)
-    with ranks.RankProcesses(fit_and_announce_surveys, 2, tmp_path, setting) as processes:
+    with ranks.RankProcesses(fit_and_announce, 2, tmp_path, setting) as processes:
         processes.wait_for("busy", 1)
         processes.kill(1, signal.SIGSTOP)
         processes.release(1)
         for _ in range(2):
-            processes.wait_for("survey", 0)
+            processes.wait_for("compared", 0)
         processes.kill(1, signal.SIGCONT)
         outcomes = processes.wait()
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes[0].story()

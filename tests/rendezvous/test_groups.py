@@ -47,9 +47,8 @@ def pretended_gpus() -> Iterator[list[torch.device]]:
 
 def form_groups_of_one(rank: int, world_size: int, where: Place) -> list[int]:
     with pretended_gpus():
-        context = join(request(rank, world_size, where, device=GPU))
-    assert context is not None
-    groups = [context.new_group([member]) for member in range(world_size)]
+        join(request(rank, world_size, where, device=GPU))
+    groups = [dist.new_group([member]) for member in range(world_size)]
     sizes = [dist.get_world_size(group) for group in groups]
     leave()
     return sizes

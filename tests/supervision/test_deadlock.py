@@ -9,35 +9,35 @@ from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.supervision.deadlock import deadlock_in
 from lightning_ddp_ext.supervision.flight_recorder import GroupProgress
-from lightning_ddp_ext.supervision.report import Report
+from lightning_ddp_ext.supervision.status import Status
 
 DEFAULT = ""  # the label of the default group
 
 
-def report(rank: int, *groups: GroupProgress, **values: Any) -> Report:
+def status(rank: int, *groups: GroupProgress, **values: Any) -> Status:
     who = RankInfo(rank, f"host{rank}", 100 + rank, "network")
-    return Report(who, place="train.py:5", groups=list(groups), **values)
+    return Status(who, place="train.py:5", groups=list(groups), **values)
 
 
-def in_collective(rank: int, number: int, group: str = DEFAULT, **values: Any) -> Report:
-    """Return the report of a rank that waits in a collective."""
+def in_collective(rank: int, number: int, group: str = DEFAULT, **values: Any) -> Status:
+    """Return the status of a rank that waits in a collective."""
     progress = GroupProgress(group, group, number, pending=number, members=[0, 1, 2])
-    return report(rank, progress, is_in_collective=True, **values)
+    return status(rank, progress, is_in_collective=True, **values)
 
 
-def in_barrier(rank: int, call: int, *, after_collective: int) -> Report:
-    """Return the report of a rank that waits in a named barrier."""
+def in_barrier(rank: int, call: int, *, after_collective: int) -> Status:
+    """Return the status of a rank that waits in a named barrier."""
     awaited = Call(rank, call, 0, "saving", "saving", "train.py:7")
     progress = GroupProgress(DEFAULT, DEFAULT, after_collective)
-    return report(rank, progress, calls_made=call, awaited=awaited)
+    return status(rank, progress, calls_made=call, awaited=awaited)
 
 
-def computing(rank: int, *, after_collective: int) -> Report:
-    return report(rank, GroupProgress(DEFAULT, DEFAULT, after_collective))
+def computing(rank: int, *, after_collective: int) -> Status:
+    return status(rank, GroupProgress(DEFAULT, DEFAULT, after_collective))
 
 
 @pytest.mark.parametrize(
-    ("reports", "ranks_in_deadlock"),
+    ("statuses", "ranks_in_deadlock"),
     [
         pytest.param(
             [in_collective(0, 5), in_barrier(1, 3, after_collective=4), in_collective(2, 5)],
@@ -66,27 +66,30 @@ def computing(rank: int, *, after_collective: int) -> Report:
         ),
     ],
 )
-def test_ranks_in_a_deadlock(reports: list[Report], ranks_in_deadlock: set[int]) -> None:
+def test_ranks_in_a_deadlock(statuses: list[Status], ranks_in_deadlock: set[int]) -> None:
     """A rank is in a deadlock if none of the ranks that it waits for can continue."""
-    deadlock = deadlock_in(reports)
+    deadlock = deadlock_in(statuses)
     calls = {} if deadlock is None else deadlock.calls
     assert {who.rank for who in calls} == ranks_in_deadlock
 
 
 FIRST = [in_collective(0, 5), in_barrier(1, 1, after_collective=4)]
+AGAIN = [replace(status, number=1) for status in FIRST]
 
 
 @pytest.mark.parametrize(
-    ("later", "persists"),
+    ("later", "is_confirmed"),
     [
-        pytest.param(FIRST, True, id="unchanged"),
-        pytest.param([in_collective(0, 5), in_collective(1, 5)], False, id="resolved"),
-        pytest.param([in_collective(0, 6), FIRST[1]], False, id="in another call"),
-        pytest.param([replace(FIRST[0], cpu_seconds=0.5), FIRST[1]], False, id="has computed"),
+        pytest.param(AGAIN, True, id="unchanged"),
+        pytest.param([AGAIN[0], FIRST[1]], False, id="one rank has not pushed again"),
+        pytest.param([replace(AGAIN[0], cpu_seconds=0.5), AGAIN[1]], False, id="has computed"),
     ],
 )
-def test_a_deadlock_must_persist(later: list[Report], persists: bool) -> None:
-    """A deadlock is certain if a second survey finds the same calls and no computation."""
-    deadlock = deadlock_in(FIRST)
+def test_a_deadlock_is_found_twice(later: list[Status], is_confirmed: bool) -> None:
+    """It is certain once each of its ranks has pushed the same call again, without computing."""
+    earlier, deadlock = deadlock_in(FIRST), deadlock_in(later)
+    assert earlier is not None
     assert deadlock is not None
-    assert deadlock.persists_in(deadlock_in(later)) == persists
+    assert deadlock.calls == earlier.calls
+    is_certain = deadlock.is_pushed_after(earlier) and not deadlock.has_computed_since(earlier)
+    assert is_certain == is_confirmed
