@@ -36,6 +36,7 @@ class Status:
     Attributes:
         who: the rank.
         number: counts what this rank has pushed.
+        question: how long which rank has waited, while it asks which one it waits for.
         place: file and line of its main thread, in the user's code.
         is_in_collective: whether its main thread is in C++, in code of a collective or
             a backward pass.
@@ -51,6 +52,7 @@ class Status:
 
     who: RankInfo
     number: int = 0
+    question: str = ""
     place: str = ""
     is_in_collective: bool = False
     cpu_seconds: float = 0.0
@@ -99,24 +101,23 @@ class Status:
         return cls(**{**values, "who": who, "groups": groups, "awaited": awaited})
 
 
-def read_status(context: ProcessContext, number: int, *, has_broken_collective: bool) -> Status:
+def read_status(context: ProcessContext, **values: Any) -> Status:
     """Return this rank's status; not for the main thread, whose stack it reads.
 
-    For the arguments, see :class:`Status`.
+    ``values`` are attributes that this function does not know.
     """
     frame = main_frame()
     groups = read_progress()
     return Status(
         context.peers.mine,
-        number,
         place=call_site_of(frame),
         is_in_collective=is_in_collective(frame) or is_in_backward(frame),
         cpu_seconds=0.0 if torch.cuda.is_initialized() else _cpu_seconds(),
         groups=groups,
         has_timed_out=has_timed_out(groups, context.groups.timeout),
-        has_broken_collective=has_broken_collective,
         calls_made=context.barriers.made,
         awaited=context.barriers.awaited,
+        **values,
     )
 
 

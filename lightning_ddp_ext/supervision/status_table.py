@@ -3,7 +3,7 @@
 A thread of each rank pushes its ``status`` every second or two while
 
 - the rank has waited in a call for long, a named barrier or a collective;
-- any rank asks why its collective broke, or whether a late rank is alive.
+- any rank has a question: why its collective broke, or whether a late rank is alive.
 
 Rank 0 keeps the last status of each rank. Its thread decides, and reports a rank to all
 ranks (``rendezvous.peers``), which then raise:
@@ -26,10 +26,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
+from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.rendezvous.wire import Message
 from lightning_ddp_ext.supervision.deadlock import (
     Deadlock,
@@ -45,38 +46,11 @@ from lightning_ddp_ext.supervision.flight_recorder import (
 from lightning_ddp_ext.supervision.status import Status, read_status
 from lightning_ddp_ext.threads import start_thread
 
-_PUSHES = 8  # at most, while a rank waits until the ranks are compared
+_TURNS = 8  # of a rank's thread, while the rank waits until it pushes its status
 # Seconds; a rank may just be returning from the collective. Once one does, all do.
 _RETURNING = 1.0
-# A question waits for statuses at most twice, and once for an earlier one.
+# A question waits for statuses at most twice, and as long for an earlier one.
 _WAITS_FOR_STATUSES = 4
-
-
-@dataclass(frozen=True)
-class _Question:
-    """A rank's question which rank it waits for.
-
-    Attributes:
-        rank: the rank that asks.
-        number: counts its questions.
-        wait: how long which rank has waited, for messages.
-        is_about_collective: whether its collective broke; otherwise, others are late.
-        asked_at: the ``time.monotonic()`` at which rank 0 received it.
-    """
-
-    rank: int
-    number: int
-    wait: str
-    is_about_collective: bool
-    asked_at: float
-
-
-@dataclass(frozen=True)
-class _Pushed:
-    """A status, and the ``time.monotonic()`` at which rank 0 received it."""
-
-    status: Message
-    at: float
 
 
 class StatusTable:
@@ -90,23 +64,23 @@ class StatusTable:
         self._peers = context.peers
         self._timeouts = context.peers.timeouts
         self._has_broken_collective = False
-        self._pushed = 0
-        self._looks = 0  # the number of requests of rank 0 to push
-        self._is_watched = False  # since the last request, until the answer
-        self._asked = 0  # the number of this rank's last question
-        self._answered = 0  # the number of its last answered question
-        # On rank 0.
-        self._last: dict[int, _Pushed] = {}
-        self._questions: list[_Question] = []
+        self._pushed = 0  # the number of statuses
+        self._question = ""  # how long which rank has waited, until rank 0 has answered
+        self._heard_at = 0.0  # when rank 0 last requested a status since the question
+        self._is_watched = False  # from the first request of rank 0 until its answer
+        self._is_due = False  # ends the pause of the thread
+        # On rank 0, by rank.
+        self._last: dict[int, Status] = {}
+        self._received_at: dict[int, float] = {}
+        self._asked_at: dict[int, float] = {}
         self._suspected: Deadlock | None = None
         self._peers.on("status", self._record_status)
-        self._peers.on("question", self._record_question)
         self._peers.on("look", self._start_to_push)
         self._peers.on("answers", self._record_answers)
         if len(context.table) > 1:
             start_thread("ddpx-status", self._run)
 
-    # For any thread except the channel's; these calls take several seconds.
+    # For the main thread; these calls take several seconds.
 
     def cause_of_broken_collective(self) -> PeerEvent | None:
         """Return the event that broke a collective or store, if a rank caused it.
@@ -118,8 +92,7 @@ class StatusTable:
         event = None if is_timeout else self._peers.wait(self._timeouts.first_cause)
         if event is None:
             broken = f"a collective of rank {self._peers.rank} failed"
-            wait = self._wait_in_words if is_timeout else broken
-            event = self._ask(wait, is_about_collective=True)
+            event = self._ask(self._wait_in_words if is_timeout else broken)
         self._has_broken_collective = event is not None
         return event
 
@@ -132,24 +105,16 @@ class StatusTable:
             RankHungError: a rank does not push its status.
             RankFailedError: a rank died, failed or left; it may be a subclass.
         """
-        wait = f"rank {self._peers.rank} has waited for {self._timeout}"
-        event = self._ask(wait, is_about_collective=False)
+        event = self._ask(f"rank {self._peers.rank} has waited for {self._timeout}")
         if event is not None:
             raise event.to_error()
 
-    def _ask(self, wait: str, *, is_about_collective: bool) -> PeerEvent | None:
-        """Ask rank 0 which rank this one waits for; return the event, if any."""
-        looks = self._looks
-        self._asked += 1
-        number = self._asked
-        question = {"number": number, "wait": wait, "is_about_collective": is_about_collective}
-        self._peers.tell([0], "question", question)
-        if self._peers.wait_for(lambda: self._looks > looks, self._timeouts.answer):
-            longest = _WAITS_FOR_STATUSES * self._timeouts.answer
-            self._peers.wait_for(lambda: self._answered >= number, longest)
-        is_answered = self._answered >= number or self._peers.cause_or_departure is not None
-        if not is_answered and self._peers.rank != 0:
-            self._peers.report(silent_rank([self._peers.table[0]], wait))
+    def _ask(self, question: str) -> PeerEvent | None:
+        """Have rank 0 find the rank that this one waits for; return its event, if any."""
+        self._set_question(question)
+        longest = _WAITS_FOR_STATUSES * self._timeouts.answer
+        self._peers.wait_for(lambda: not self._question, longest)
+        self._question = ""
         return self._peers.cause_or_departure
 
     @property
@@ -165,28 +130,30 @@ class StatusTable:
     # This rank's thread.
 
     def _run(self) -> None:
-        """Push this rank's status while it waits or is watched; decide on rank 0."""
         entered_at: dict[str, float] = {}  # for each call in which this rank waits
         while self._wait_for_turn():
             now = time.monotonic()
             entered_at = {call: entered_at.get(call, now) for call in self._open_calls()}
             seconds = now - min(entered_at.values(), default=now)
             if self._is_overdue(seconds):
-                start_thread("ddpx-overdue", self._end_overdue_collective)
+                self._end_overdue_collective()
                 entered_at.clear()
-            if seconds >= self._timeouts.deadlock or self._is_watched:
+            if self._question or self._is_watched or seconds >= self._timeouts.deadlock:
                 self._push()
             if self._peers.rank == 0:
-                self._decide()
+                self._decide(now)
+            elif self._question and now - self._heard_at > self._timeouts.answer:
+                self._peers.report(silent_rank([self._peers.table[0]], self._question))
 
     def _wait_for_turn(self) -> bool:
-        """Wait for the time between two pushes; return whether this thread is needed."""
+        """Wait until a push is due, or a moment; return whether this thread is needed."""
         timeout = self._context.groups.timeout.total_seconds()
-        seconds = min(self._timeouts.deadlock, timeout) / _PUSHES
-        looks = self._looks
-        self._peers.channel.wait_for(lambda: self._looks > looks or not self._is_needed(), seconds)
-        return self._is_needed()
+        seconds = min(self._timeouts.deadlock, timeout) / _TURNS
+        self._peers.channel.wait_for(lambda: self._is_due or not self._is_needed, seconds)
+        self._is_due = False
+        return self._is_needed
 
+    @property
     def _is_needed(self) -> bool:
         return self._peers.cause is None and not self._context.has_closed
 
@@ -202,9 +169,11 @@ class StatusTable:
 
     def _push(self) -> None:
         self._pushed += 1
-        has_broken_collective = self._has_broken_collective
         status = read_status(
-            self._context, self._pushed, has_broken_collective=has_broken_collective
+            self._context,
+            number=self._pushed,
+            question=self._question,
+            has_broken_collective=self._has_broken_collective,
         )
         self._peers.tell([0], "status", {"status": asdict(status)})
 
@@ -218,49 +187,53 @@ class StatusTable:
         return any(progress.pending for progress in read_progress())
 
     def _end_overdue_collective(self) -> None:
-        """Report the rank that the collective waits for, which aborts the collective."""
+        """Find and report the rank that the collective waits for, which aborts it."""
         departure = self._peers.cause_or_departure
-        event = self._ask(self._wait_in_words, is_about_collective=True)
-        if departure is not None and event is departure:
-            # NCCL has no connection that closes with that rank.
+        if departure is None:
+            self._set_question(self._wait_in_words)
+        else:  # NCCL has no connection that closes with that rank
             left = self._peers.table[departure.rank]
             self._peers.report(event_of("absent", left, str(departure.to_error())))
+
+    def _set_question(self, question: str) -> None:
+        with self._peers.arrived:
+            self._question = question
+            self._heard_at = time.monotonic()
+            self._is_due = True
+            self._peers.arrived.notify_all()
 
     # Called by rank 0.
 
     def _start_to_push(self, body: Message) -> None:
-        self._looks += 1
+        self._heard_at = time.monotonic()
         self._is_watched = True
+        self._is_due = True
 
     def _record_answers(self, body: Message) -> None:
         self._is_watched = False
-        for rank, number in body["answered"]:
-            if rank == self._peers.rank:
-                self._answered = max(self._answered, number)
+        if self._peers.rank in body["ranks"]:
+            self._question = ""
 
     # On rank 0.
 
     def _record_status(self, body: Message) -> None:
-        self._last[body["from"]] = _Pushed(body["status"], time.monotonic())
+        rank = body["from"]
+        now = time.monotonic()
+        self._last[rank] = Status.from_dict(body["status"])
+        self._received_at[rank] = now
+        if self._last[rank].question and rank not in self._asked_at:
+            self._asked_at[rank] = now
+            self._peers.tell(self._peers.everyone, "look", {})
 
-    def _record_question(self, body: Message) -> None:
-        rank = body.pop("from")
-        self._questions.append(_Question(rank, **body, asked_at=time.monotonic()))
-        self._peers.tell(self._peers.everyone, "look", {})
-
-    def _decide(self) -> None:
+    def _decide(self, now: float) -> None:
         with self._peers.arrived:
-            now = time.monotonic()
-            self._find_deadlock(self._statuses_since(now - self._timeouts.answer))
-            if self._questions:
+            self._find_deadlock(self._since(now - self._timeouts.answer))
+            if self._asked_at:
                 self._answer(now)
 
-    def _statuses_since(self, moment: float) -> list[Status]:
-        return [
-            Status.from_dict(pushed.status)
-            for _, pushed in sorted(self._last.items())
-            if pushed.at >= moment
-        ]
+    def _since(self, moment: float) -> list[Status]:
+        """Return the statuses that ranks have pushed since a ``time.monotonic()``."""
+        return [self._last[rank] for rank in sorted(self._last) if self._received_at[rank] > moment]
 
     def _find_deadlock(self, statuses: Sequence[Status]) -> None:
         """Report a deadlock once each of its ranks has pushed the same again."""
@@ -275,23 +248,31 @@ class StatusTable:
 
     def _answer(self, now: float) -> None:
         """Answer all questions, unless later statuses may show more."""
-        asked_at = min(question.asked_at for question in self._questions)
-        statuses = self._statuses_since(asked_at)
+        asked_at = min(self._asked_at.values())
+        statuses = self._since(asked_at)
         if len(statuses) == len(self._peers.everyone) and not all(each.waits for each in statuses):
             asked_at += _RETURNING
-            statuses = self._statuses_since(asked_at)
-        present = {status.who for status in statuses}
+            statuses = self._since(asked_at)
+        present = [status.who for status in statuses]
         silent = [who for who in self._peers.table if who not in present]
         if silent and now < asked_at + self._timeouts.answer:
             return
-        for question in self._questions:
-            event = None
-            if silent:
-                event = silent_rank(silent, question.wait)
-            elif question.is_about_collective:
-                event = rank_outside_collective(statuses, question.wait)
+        for rank in sorted(self._asked_at):
+            event = _event_for(self._last[rank], statuses, silent)
             if event is not None and self._peers.cause_or_departure is None:
                 self._peers.report(event)
-        answered = [(question.rank, question.number) for question in self._questions]
-        self._questions.clear()
-        self._peers.tell(self._peers.everyone, "answers", {"answered": answered})
+        self._peers.tell(self._peers.everyone, "answers", {"ranks": list(self._asked_at)})
+        self._asked_at.clear()
+
+
+def _event_for(
+    asking: Status, statuses: Sequence[Status], silent: Sequence[RankInfo]
+) -> PeerEvent | None:
+    """Return the event that answers a rank's question, if any."""
+    if not asking.question:  # it has an answer, which its last status crossed
+        return None
+    if silent:
+        return silent_rank(silent, asking.question)
+    if asking.awaited is not None:  # late ranks are alive
+        return None
+    return rank_outside_collective(statuses, asking.question)
