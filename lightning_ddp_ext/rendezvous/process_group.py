@@ -35,7 +35,7 @@ _OTHER_TIMEOUT = timedelta(minutes=30)
 _NCCL_DEFAULTS = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
 _ABORT_SECONDS = 5.0  # after which an abort of NCCL counts as stuck
 # After a timeout, torch's NCCL watchdog terminates the process from C++, so the rank
-# that waited would count as dead. At our timeout a survey names the missing rank;
+# that waited would count as dead. At our timeout the statuses show the missing rank;
 # torch's timeout is later and only a fallback.
 _NCCL_SLACK = timedelta(minutes=1)
 

@@ -28,7 +28,7 @@ _RECENT = 32
 _DEFAULT_GROUP = "default_pg"
 # The recorder of gloo and others, and that of NCCL, which builds without CUDA lack.
 _RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
-_DUMPED_WITHIN = 2.0  # seconds; shorter than the time in which a rank must reply to a survey
+_DUMPED_WITHIN = 2.0  # seconds; shorter than the time in which a rank must push its status
 # The share of its timeout after which a collective counts as timed out. A rank may have
 # entered its last collective a little after the one that timed out.
 _SHARE_OF_TIMEOUT = 0.9
