@@ -30,7 +30,9 @@ def test_pictures_are_as_their_scripts_draw_them(monkeypatch: pytest.MonkeyPatch
     monkeypatch.syspath_prepend(DOCS)
     charts = importlib.import_module("charts")
     ring = importlib.import_module("ring")
-    drawn = {name: charts.draw(name) for name in charts.CHARTS} | {"ring": ring.draw(4)}
+    slow_ranks = importlib.import_module("slow_ranks").draw()
+    drawn = {name: charts.draw(name) for name in charts.CHARTS}
+    drawn |= {"ring": ring.draw(4), "slow-ranks": slow_ranks}
     assert {path.stem: path.read_text() for path in (DOCS / "images").iterdir()} == drawn
     labels = drawn["ring"].count(">rank ")
     assert labels == 2 * 4, "a row for each rank, above and below"

@@ -21,6 +21,7 @@ PRINTED = {
     "gan_manual_optimization.py": r"generated mean (3\.[5-9]|4\.[0-4])\d, of the data 4\.00",
     "gradient_accumulation.py": r"largest difference of a weight: (0e\+00|[1-9]e-0[678])",
     "iterable_uneven.py": r"rank 0 has 20 batches and made 10 steps",
+    "slow_ranks.py": r"rank 1 \(host .+, cpu\) is slow: .+ ms a step for data, ",
     "predict_and_gather.py": r"predictions\.csv has 41 rows, in the dataset's order: True",
     "partial_sync_batchnorm.py": (
         r"(?s)encoder: running means [^\n]* the same\n.*head: running means [^\n]* different"

@@ -37,6 +37,10 @@ ALLOWED = {
         "_defaults": "torchmetrics' neutral states",
         "_reductions": "which of torchmetrics' states are lists",
     },
+    "integration.private.ddp_times": {
+        "_get_ddp_logging_data": "the times of a step; without them, SlowRanks measures nothing",
+        "_set_ddp_runtime_logging_sample_rate": "has DDP measure a step",
+    },
     "nested": {"_pytree": "the values in nested dicts, lists and tuples"},
     "rendezvous.process_group": {
         "_abort_process_group": "abort without waiting; destroys the group if missing",

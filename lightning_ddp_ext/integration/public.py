@@ -4,6 +4,7 @@ from .callbacks.rank_consistency import RankConsistency
 from .callbacks.rank_debugger import RankDebugger
 from .callbacks.rank_zero_checkpoint import RankZeroCheckpoint
 from .callbacks.sampler_epoch_seeding import SamplerEpochSeeding
+from .callbacks.slow_ranks import SlowRanks
 from .checkpoints.checkpoint_io import RankZeroCheckpointIO
 from .data.predictions import gather_predictions
 from .private.lightning_tree import pl
@@ -17,6 +18,7 @@ __all__ = [
     "RankZeroCheckpoint",
     "RankZeroCheckpointIO",
     "SamplerEpochSeeding",
+    "SlowRanks",
     "SyncBatchNormConversion",
     "gather_predictions",
 ]

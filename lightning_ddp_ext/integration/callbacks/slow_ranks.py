@@ -1,0 +1,217 @@
+"""A callback that names the rank that all others wait for in each step."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from statistics import median, median_low
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_ddp_ext.arguments import integer
+from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.rank_lists import listed
+from lightning_ddp_ext.rank_logger import rank_logger
+
+from ..private.ddp_times import MeasuredStep, has_timers
+from ..private.lightning_tree import pl, rank_zero_warn
+from ..strategy_ranks import ranks_of
+
+# What a rank did, and the median time that it took in ms a step.
+Row = Mapping[str, Any]
+
+_logger = rank_logger(__name__, ranks=0)
+
+_OWN = ("data", "forward", "backward")  # parts of a step in which a rank does not wait
+_SAMPLES = 10  # steps that are measured between two comparisons
+_LEAST = 1.0  # ms a step; smaller differences are noise, as is what one comparison shows
+_OVER_AFTER = 3  # comparisons in which a rank is not slow
+
+
+class SlowRanks(pl.Callback):
+    """Names the rank that the others wait for in each step, and what it is slow at.
+
+    With DDP, each step takes as long as on the slowest rank. This callback measures
+    some steps, and compares the ranks after every n-th batch with one small collective.
+    If a rank's own time, for data, forward and backward without waiting, is a multiple
+    of the median twice in a row, rank 0 logs one line. The Trainer's loggers get the
+    times as ``slow_ranks/data_ms_max`` and so on. The callback works with each strategy
+    that wraps the model in ``DistributedDataParallel``, on CPU and CUDA. Elsewhere, and
+    with one rank, it measures nothing.
+
+    Args:
+        every_n_steps: the number of training batches between comparisons.
+        ratio: a rank is slow if its own time exceeds the median by this factor.
+
+    Attributes:
+        report: the last comparison, the same on all ranks: for each rank ``rank``,
+            ``host``, ``device``, and in ms a step ``data``, ``forward``, ``backward``
+            and ``waiting``. Empty before the first one.
+
+    Raises:
+        ConfigurationError: ``every_n_steps`` is not a positive integer, or ``ratio`` is
+            not a number above 1.
+
+    Example::
+
+        callback = SlowRanks(every_n_steps=50)
+        trainer = L.Trainer(strategy="ddp", devices=2, callbacks=[callback])
+    """
+
+    def __init__(self, every_n_steps: int = 100, ratio: float = 1.5) -> None:
+        remedy = "pass every_n_steps=100 to compare the ranks after every 100th batch"
+        self.every_n_steps = integer(every_n_steps, "every_n_steps", at_least=10, remedy=remedy)
+        if not isinstance(ratio, int | float) or not ratio > 1:
+            raise ConfigurationError(f"ratio must be a number above 1 (got {ratio!r}); pass 1.5")
+        self.ratio = ratio
+        self.report: list[Row] = []
+        self._ranks: list[Row] = []  # empty unless ranks are compared
+        self._ended_at: float | None = None  # when the step before a measured one ended
+        self._step: MeasuredStep | None = None  # until its times are known
+        self._times: list[dict[str, float]] = []  # since the last comparison
+        self._history: list[dict[int, str]] = [{}]  # the slow ranks of all comparisons
+        self._named: dict[int, str] = {}  # the slow ranks, as the log says
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._ranks = []
+        strategy = trainer.strategy
+        if trainer.world_size > 1 and has_timers(strategy.model):
+            own = {"host": socket.gethostname(), "device": str(strategy.root_device)}
+            places = ranks_of(strategy).gather(own)
+            self._ranks = [{"rank": rank, **place} for rank, place in enumerate(places)]
+        elif trainer.world_size > 1:
+            rank_zero_warn(
+                "SlowRanks measures nothing: it needs a strategy with torch's"
+                f" DistributedDataParallel, such as 'ddp' (got {type(strategy).__name__})"
+            )
+
+    @override
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._ended_at = None  # what follows is not only the time for a batch
+
+    @override
+    def on_validation_start(self, *_: Any) -> None:
+        self._ended_at = None
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self._ended_at is not None:
+            data = (time.perf_counter() - self._ended_at) * 1e3
+            self._step = MeasuredStep(trainer.strategy.model, data)
+            self._ended_at = None
+
+    @override
+    def on_before_backward(self, *_: Any) -> None:
+        if self._step is not None:
+            self._step.mark("backward")
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not self._ranks:
+            return
+        batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        if self._step is not None and self._step.model is not trainer.strategy.model:
+            self._step = None  # the strategy has built another one
+        times = None if self._step is None else self._step.times()
+        if times is not None:
+            self._step = None
+            self._times += [times] if times else []
+        if batches % self.every_n_steps == 0:
+            self._compare(trainer)
+        is_next_measured = (batches + 1) % max(2, self.every_n_steps // _SAMPLES) == 0
+        if is_next_measured and self._step is None:
+            self._ended_at = time.perf_counter()
+
+    def _compare(self, trainer: pl.Trainer) -> None:
+        """Compare the ranks. Collective: every rank must call it."""
+        parts = self._times[0] if self._times else {}
+        own = {part: median(times[part] for times in self._times) for part in parts}
+        self._times.clear()
+        rows = ranks_of(trainer.strategy).gather(own)
+        if not all(rows):  # some rank has measured no step
+            return
+        self.report = [{**who, **row} for who, row in zip(self._ranks, rows, strict=True)]
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics(_metrics(self.report), step=trainer.global_step)
+            self._history.append(slow_parts(self.report, self.ratio))
+            self._name_slow_ranks()
+
+    def _name_slow_ranks(self) -> None:
+        """Log a line if other ranks are slow than the log says, or at another part."""
+        *_, before, now = self._history
+        lasting = {rank: part for rank, part in now.items() if before.get(rank) == part}
+        if not lasting.items() <= self._named.items():
+            self._named.update(lasting)
+            _logger.warning(in_words(self.report, lasting))
+        for rank in list(self._named):
+            if not any(rank in slow for slow in self._history[-_OVER_AFTER:]):
+                del self._named[rank]
+                often = sum(rank in slow for slow in self._history)
+                all_comparisons = len(self._history) - 1
+                _logger.warning(
+                    f"rank {rank} is no longer slow; it was slow in {often} of {all_comparisons}"
+                    " comparisons"
+                )
+
+
+def own_time(row: Row) -> float:
+    """Return the time in which a rank does not wait for others, in ms a step."""
+    return float(sum(row[part] for part in _OWN))
+
+
+def slow_parts(report: Sequence[Row], ratio: float) -> dict[int, str]:
+    """Return the slow ranks, each with the part that takes it much longer than others.
+
+    >>> rows = [{"rank": rank, "data": 1, "forward": 5, "backward": 9} for rank in range(3)]
+    >>> slow_parts([*rows, {"rank": 3, "data": 41, "forward": 5, "backward": 9}], ratio=1.5)
+    {3: 'data'}
+    """
+    limit = median_low(map(own_time, report))
+    medians = {part: median_low(row[part] for row in report) for part in _OWN}
+    return {
+        row["rank"]: max(_OWN, key=lambda part: row[part] - medians[part])
+        for row in report
+        if own_time(row) > max(limit * ratio, limit + _LEAST)
+    }
+
+
+def in_words(report: Sequence[Row], slow: Mapping[int, str]) -> str:
+    """Return the line that names the slow ranks.
+
+    >>> times = {"forward": 5, "backward": 9, "host": "b", "device": "cpu"}
+    >>> rows = [{"rank": rank, "data": data, **times} for rank, data in enumerate((9, 41))]
+    >>> in_words(rows, {1: "data"})  # doctest: +ELLIPSIS
+    'rank 1 (host b, cpu) is slow: 41 ms a step for data, median 9 ms; every step ...'
+    """
+    host = report[next(iter(slow))]["host"]
+    is_whole_host = len(slow) > 1 and all(
+        (row["host"] == host) == (row["rank"] in slow) for row in report
+    )
+    clauses = [_clause(report, report[rank], part) for rank, part in slow.items()]
+    if is_whole_host:
+        clauses.insert(0, f"all ranks of host {host} are slow")
+    wait = max(own_time(report[rank]) for rank in slow) - median_low(map(own_time, report))
+    whom = "it" if len(slow) == 1 else "the slowest"
+    return f"{listed(clauses, '; ')}; every step waits {wait:.3g} ms for {whom}"
+
+
+def _clause(report: Sequence[Row], row: Row, part: str) -> str:
+    middle = median_low(each[part] for each in report)
+    return (
+        f"rank {row['rank']} (host {row['host']}, {row['device']}) is slow: {row[part]:.3g} ms a"
+        f" step for {part}, median {middle:.3g} ms"
+    )
+
+
+def _metrics(report: Sequence[Row]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for part in (*_OWN, "waiting"):
+        slowest = max(report, key=lambda row: row[part])
+        metrics[f"slow_ranks/{part}_ms_max"] = slowest[part]
+        metrics[f"slow_ranks/{part}_ms_median"] = median_low(row[part] for row in report)
+        metrics[f"slow_ranks/{part}_rank"] = slowest["rank"]
+    return metrics

@@ -1,0 +1,83 @@
+"""Measure a step with the timers of torch's DDP, which have no public name."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+_NEVER = 1 << 30  # steps
+
+
+def has_timers(model: object) -> bool:
+    """Whether this is a model in DDP, of a version of torch that has these timers."""
+    sets_rate = hasattr(model, "_set_ddp_runtime_logging_sample_rate")
+    return sets_rate and hasattr(model, "_get_ddp_logging_data")
+
+
+class MeasuredStep:
+    """A step of this rank that DDP measures, on a GPU with CUDA events.
+
+    DDP's times for forward and backward include two waits of this thread: rank 0's
+    buffers are sent before the forward pass, and logged values may be reduced after it.
+    Hooks measure these waits.
+
+    Args:
+        model: the model in DDP; its next step is measured.
+        data: the time for the step's batch, in ms.
+
+    Attributes:
+        model: see the argument.
+    """
+
+    def __init__(self, model: Any, data: float) -> None:
+        self.model = model
+        self._data = data
+        self._is_synchronised = False
+        self._moments: dict[str, float] = {}
+        self._iteration: int | None = None
+        model._set_ddp_runtime_logging_sample_rate(1)
+        self._hooks = [
+            model.register_forward_pre_hook(self._start),
+            model.module.register_forward_pre_hook(lambda *_: self.mark("forward")),
+            model.register_forward_hook(lambda *_: self.mark("end of forward")),
+        ]
+
+    def _start(self, *_: Any) -> None:
+        self._is_synchronised = self.model.require_backward_grad_sync
+        self.mark("start")
+
+    def mark(self, event: str) -> None:
+        """Record the first time at which an event happens, such as ``"backward"``."""
+        self._moments.setdefault(event, time.perf_counter())
+
+    def times(self) -> dict[str, float] | None:
+        """Return the times for data, forward, backward and waiting, in ms.
+
+        Called after this step and each further one. DDP takes its times in the next
+        step, so the first call returns ``None``. The result is empty if this step did
+        not exchange gradients.
+        """
+        measured = self.model._get_ddp_logging_data()
+        iteration = measured.get("iteration", 0)
+        if self._iteration is None:
+            self._iteration = iteration
+            for hook in self._hooks:
+                hook.remove()
+            return None if self._is_synchronised and "backward" in self._moments else {}
+        if iteration == self._iteration:
+            return None
+        self.model._set_ddp_runtime_logging_sample_rate(_NEVER)
+        for_buffers = self._between("start", "forward")
+        for_values = self._between("end of forward", "backward")
+        exchange = measured["backward_comm_time"] - measured["backward_compute_comm_overlap_time"]
+        return {
+            "data": self._data,
+            "forward": max(0.0, measured["forward_compute_time"] / 1e6 - for_buffers),
+            "backward": max(0.0, measured["backward_compute_time"] / 1e6 - for_values),
+            "waiting": max(0.0, exchange / 1e6) + for_buffers + for_values,
+        }
+
+    def _between(self, one: str, other: str) -> float:
+        """Return the time between two events in ms; 0 unless they happened in this order."""
+        moment = self._moments
+        return max(0.0, moment.get(other, 0.0) - moment.get(one, float("inf"))) * 1e3

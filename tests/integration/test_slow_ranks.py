@@ -1,0 +1,222 @@
+"""`SlowRanks` names the rank that the others wait for, and what it is slow at, under our
+strategy and under stock ``ddp``.
+"""
+
+import logging
+import re
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
+
+from lightning_ddp_ext import ConfigurationError, SlowRanks
+from lightning_ddp_ext.integration.callbacks.slow_ranks import in_words, slow_parts
+from tests.harness import training
+from tests.harness.training import Batch, Kind, Net, on_ranks
+
+SECONDS = 0.03  # that a slow rank takes longer, far more than a step of the model
+EVERY = 10  # batches between comparisons
+# Rank 1 is slow at each part for this many batches, and then as fast as rank 0.
+BATCHES = 30
+PARTS = ("data", "forward", "backward")
+
+
+class SlowNet(Net):
+    """A model with buffers, of which rank 1 is slow at one part after another."""
+
+    def __init__(self, *, is_manual: bool, logs: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not is_manual
+        self.logs = logs
+        self.batches = 0
+
+    def be_slow_at(self, part: str) -> None:
+        is_slow = PARTS.index(part) == self.batches // BATCHES
+        if self.global_rank == 1 and is_slow:
+            time.sleep(SECONDS)
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        self.be_slow_at("forward")
+        loss = self.loss(batch)
+        loss.register_hook(lambda gradient: self.be_slow_at("backward"))
+        if self.logs:
+            self.log("loss", loss, sync_dist=True)
+        if not self.automatic_optimization:
+            self.zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(training.data(800), batch_size=2, collate_fn=self.collate)
+
+    def collate(self, rows: list[Any]) -> Any:
+        self.be_slow_at("data")
+        return default_collate(rows)
+
+
+class Lines(logging.Handler):
+    """Collects the lines of the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class Measured(NamedTuple):
+    """What a rank has after a fit."""
+
+    lines: list[str]
+    report: list[dict[str, Any]]
+
+
+def measure(kind: Kind, directory: Path, net: dict[str, bool], options: dict[str, Any]) -> Measured:
+    handler = Lines()
+    logging.getLogger("lightning_ddp_ext").addHandler(handler)
+    callback = SlowRanks(every_n_steps=EVERY, ratio=4)  # tests may disturb each other
+    options = {"max_epochs": 1, "limit_val_batches": 0, **options}
+    training.fit(kind, directory, SlowNet(**net), callback, **options)
+    return Measured([line for line in handler.lines if "slow" in line], callback.report)
+
+
+@pytest.mark.parametrize(
+    ("kind", "net", "options"),
+    [
+        pytest.param("ours", {}, {}, id="ours"),
+        pytest.param("stock", {"logs": False}, {}, id="stock"),
+        pytest.param("ours", {"is_manual": True, "logs": False}, {}, id="manual optimisation"),
+        pytest.param("ours", {}, {"accumulate_grad_batches": 2}, id="accumulation"),
+        pytest.param(
+            "ours", {}, {"val_check_interval": 5, "limit_val_batches": 1}, id="validation"
+        ),
+    ],
+)
+def test_a_slow_rank_is_named_once_for_each_part(
+    kind: Kind, net: dict[str, bool], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Rank 0 logs a line when the part changes, and one when the rank is as fast again."""
+    net = {"is_manual": False, "logs": True, **net}
+    on_rank_0, on_rank_1 = on_ranks(kind, measure, tmp_path, net, options)
+    *named, over = on_rank_0.lines
+    assert len(named) == len(PARTS), named
+    for line, part in zip(named, PARTS, strict=True):
+        assert re.fullmatch(
+            rf"rank 1 \(host \S+, cpu\) is slow: \S+ ms a step for {part}, median \S+ ms; every"
+            r" step waits \S+ ms for it",
+            line,
+        )
+    assert re.fullmatch(r"rank 1 is no longer slow; it was slow in \d+ of \d+ comparisons", over)
+    assert not on_rank_1.lines
+    assert on_rank_0.report == on_rank_1.report
+    assert [row["rank"] for row in on_rank_0.report] == [0, 1]
+
+
+def log_times(kind: Kind, directory: Path) -> list[str]:
+    """Train with a logger, and return the names of the figures that it has."""
+    logger = CSVLogger(directory)
+    callback = SlowRanks(every_n_steps=EVERY)
+    net = SlowNet(is_manual=False, logs=False)
+    options = {"max_epochs": 1, "limit_train_batches": EVERY, "limit_val_batches": 0}
+    training.fit(kind, directory, net, callback, logger=logger, **options)
+    names = [] if net.global_rank else logger.experiment.metrics_keys
+    return sorted(name for name in names if name.startswith("slow_ranks/"))
+
+
+def test_the_times_go_to_the_loggers(tmp_path: Path) -> None:
+    """Of each part: the longest, its rank, and the median."""
+    (names, nothing) = on_ranks("ours", log_times, tmp_path)
+    assert nothing == []
+    parts = ("backward", "data", "forward", "waiting")
+    ends = ("ms_max", "ms_median", "rank")
+    assert names == [f"slow_ranks/{part}_{end}" for part in parts for end in ends]
+
+
+class WithoutDDP(DDPStrategy):
+    """A strategy that does not wrap the model."""
+
+    def configure_ddp(self) -> None:
+        pass
+
+
+def fit_without_ddp(kind: Kind, directory: Path) -> list[str]:
+    callback = SlowRanks(every_n_steps=EVERY)
+    trainer = training.make_trainer(
+        WithoutDDP(), callbacks=[callback], max_epochs=1, limit_train_batches=2 * EVERY
+    )
+    with training.warnings_with("SlowRanks") as warnings:
+        trainer.fit(SlowNet(is_manual=False, logs=False))
+    assert callback.report == []
+    return warnings
+
+
+def test_a_strategy_without_ddp_gets_one_sentence(tmp_path: Path) -> None:
+    """It trains as before."""
+    on_rank_0, on_rank_1 = on_ranks("stock", fit_without_ddp, tmp_path)
+    (warning,) = on_rank_0
+    assert "needs a strategy with torch's DistributedDataParallel" in warning
+    assert "(got WithoutDDP)" in warning
+    assert on_rank_1 == []
+
+
+def row(rank: int, host: str, **times: float) -> dict[str, Any]:
+    """Return a rank's times in ms a step; each part that is not given takes 1 ms."""
+    place = {"rank": rank, "host": host, "device": f"cuda:{rank % 2}"}
+    return {**place, "data": 1.0, "forward": 1.0, "backward": 1.0, "waiting": 0.0, **times}
+
+
+@pytest.mark.parametrize(
+    ("slow", "sentence"),
+    [
+        pytest.param(
+            {2: {"data": 9.5}, 5: {"backward": 21.0}},
+            "rank 2 (host b, cuda:0) is slow: 9.5 ms a step for data, median 1 ms; rank 5 (host c,"
+            " cuda:1) is slow: 21 ms a step for backward, median 1 ms; every step waits 20 ms for"
+            " the slowest",
+            id="two ranks",
+        ),
+        pytest.param(
+            {2: {"forward": 9.0}, 3: {"forward": 8.0}},
+            "all ranks of host b are slow; rank 2 (host b, cuda:0) is slow: 9 ms a step for forward,"
+            " median 1 ms; rank 3 (host b, cuda:1) is slow: 8 ms a step for forward, median 1 ms;"
+            " every step waits 8 ms for the slowest",
+            id="a host",
+        ),
+    ],
+)
+def test_several_slow_ranks_are_in_one_line(
+    slow: dict[int, dict[str, float]], sentence: str
+) -> None:
+    """A host whose ranks are all slow, and no others, is named first."""
+    report = [row(rank, "abc"[rank // 2], **slow.get(rank, {})) for rank in range(6)]
+    assert in_words(report, slow_parts(report, ratio=1.5)) == sentence
+
+
+def test_small_differences_are_no_news() -> None:
+    """A rank that takes less than a millisecond longer is not slow, whatever the ratio."""
+    report = [row(0, "a", data=0.01, forward=0.1, backward=0.1), row(1, "a", data=0.9)]
+    report[1] |= {"forward": 0.1, "backward": 0.1}
+    assert slow_parts(report, ratio=1.5) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"every_n_steps": 5}, r"every_n_steps must be an integer of at least 10 \(got 5\)"),
+        ({"ratio": 1}, r"ratio must be a number above 1 \(got 1\)"),
+    ],
+)
+def test_other_arguments_are_refused(arguments: dict[str, Any], sentence: str) -> None:
+    """The error names the argument, the rule and the value."""
+    with pytest.raises(ConfigurationError, match=sentence):
+        SlowRanks(**arguments)
