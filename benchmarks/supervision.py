@@ -42,6 +42,7 @@ from lightning_ddp_ext import (
     RankConsistency,
     RankZeroCheckpoint,
     SamplerEpochSeeding,
+    SlowRanks,
     SyncBatchNormConversion,
 )
 
@@ -64,6 +65,8 @@ def step(kind: str, logged: int, steps: int, ranks: int = 2, **options: Any) -> 
                 saving,
             ]
             more |= {"callbacks": callbacks, "enable_checkpointing": True}
+        if kind == "with SlowRanks":
+            more |= {"callbacks": [SlowRanks()]}
         model = Net(logged=logged)
         make_trainer(strategy, ranks, max_steps=steps + WARMING_UP, **more).fit(model)
         return model.milliseconds_a_step()
@@ -95,6 +98,20 @@ def measure_step(effort: Effort) -> Table:
         "× `ddp_ext`",
     ]
     return Table("step", ["values logged in each step", *columns[: 2 * len(kinds) - 1]], rows)
+
+
+def measure_slow_ranks(effort: Effort) -> Table:
+    """Measure steps with `SlowRanks` at its defaults, which compares every 100 steps."""
+    steps = effort.choose(600, quick=120)
+    turns: dict[str, Callable[[], Figures]] = {
+        kind: partial(step, kind, 0, steps) for kind in ("ours", "with SlowRanks")
+    }
+    results = take_turns(turns, effort.repeats(7))
+    without, with_callback = (results[kind]["clock"] for kind in turns)
+    title = "a step with `SlowRanks()`, nothing logged"
+    columns = [title, "without, ms", "with", "× without"]
+    cells = [spread(without), spread(with_callback), ratio(with_callback, without)]
+    return Table("slow_ranks", columns, [["2 ranks", *cells]])
 
 
 class LogsAnEpoch(Net):
@@ -226,6 +243,7 @@ if __name__ == "__main__":
         __doc__,
         {
             "step": measure_step,
+            "slow_ranks": measure_slow_ranks,
             "epoch_end": measure_epoch_end,
             "max_time": measure_max_time,
             "signals": measure_signals,
