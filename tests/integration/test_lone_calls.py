@@ -149,6 +149,13 @@ def stop(trainer: L.Trainer) -> None:
     trainer.should_stop = True
 
 
+class EndsEarly(Unlogged):
+    """Rank 1 ends the epoch before its second batch."""
+
+    def on_train_batch_start(self, batch: Any, index: int) -> int:
+        return -1 if self.global_rank == 1 and index == 1 else 0
+
+
 def test_a_rank_that_stops_training_alone_is_told_how_to_stop_all(tmp_path: Path) -> None:
     """The error names the cause, instead of a call that the user does not make."""
     stop_on_rank_1 = training.At("on_train_epoch_end", stop, ranks=[1])
@@ -156,9 +163,16 @@ def test_a_rank_that_stops_training_alone_is_told_how_to_stop_all(tmp_path: Path
         assert outcome.failure.type_name == "RankAbsentError", outcome.story()
         assert re.search(
             r"rank 1 began the final barrier of the Trainer's run, but rank 0 \(host .*\) continued"
-            r" without it; if only some ranks set trainer.should_stop, set",
+            r" without it; if only some ranks set trainer.should_stop",
             outcome.failure.message,
         )
+
+
+def test_a_rank_that_ends_an_epoch_alone_is_told_the_cause(tmp_path: Path) -> None:
+    """The error names the hook by which Lightning ends it."""
+    for outcome in training.fit_on(2, tmp_path, EndsEarly(), limit_val_batches=0):
+        assert outcome.failure.type_name == "RankAbsentError", outcome.story()
+        assert "or return -1 from on_train_batch_start, let every rank" in outcome.failure.message
 
 
 class LoggedOnRankZero(Unlogged):
