@@ -348,6 +348,7 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_train_start(self) -> None:
+        self.averaging.check_first_step()
         self.data.uneven.report_step_if_even()
         self.data.on_train_start()
         self.stops.weights.on_train_start(trainer_of(self.lightning_module))

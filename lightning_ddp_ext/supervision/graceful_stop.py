@@ -43,8 +43,8 @@ from lightning_ddp_ext.threads import start_thread
 
 _END_TOGETHER = (
     "if only some ranks set trainer.should_stop or return -1 from on_train_batch_start, let every"
-    " rank do so with trainer.strategy.reduce_boolean_decision(stop, all=False); if the ranks have different"
-    " numbers of batches, use DDPExtStrategy(uneven_inputs='stop_at_shortest')"
+    " rank do so with trainer.strategy.reduce_boolean_decision(stop, all=False); if the ranks have"
+    " different numbers of batches, use DDPExtStrategy(uneven_inputs='stop_at_shortest')"
 )
 _SECONDS_AFTER_SAVES = 3.0  # from a finished save to the exit, after the deadline
 
