@@ -7,7 +7,7 @@ it waits in another call for a rank that never will.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_ddp_ext.rank_lists import activities_in_words, grouped, listed
@@ -145,8 +145,10 @@ def _mismatch_in(statuses: Sequence[Status]) -> Deadlock | None:
 
     At least one of them is waiting in its collective.
     """
-    for waiting in _pending_in(statuses):
-        entered = _entered_by_ranks(statuses, waiting.progress.group, waiting.number)
+    # Hundreds of ranks may be waiting in one collective.
+    pending = {(each.progress.group, each.number): each for each in _pending_in(statuses)}
+    for (group, number), waiting in pending.items():
+        entered = _entered_by_ranks(statuses, group, number)
         if any(_differ(waiting.collective, other.collective) for other in entered):
             return Deadlock(
                 [each.status for each in entered],
@@ -200,14 +202,23 @@ def _circular_wait_in(statuses: Sequence[Status]) -> Deadlock | None:
 
 
 def _waiting_for_each_other(statuses: Sequence[Status]) -> list[Status]:
-    return [status for status in statuses if _waits_for_any(status, statuses)]
-
-
-def _waits_for_any(status: Status, others: Collection[Status]) -> bool:
-    """Whether a rank waits in a call that one of the others has not made."""
-    if status.awaited is not None:
-        return any(other.calls_made < status.awaited.number for other in others)
-    return any(other.is_missing_in(progress) for progress in status.unfinished for other in others)
+    """Return the ranks that wait in a call that another one has not made."""
+    fewest_calls = min((status.calls_made for status in statuses), default=0)
+    pending = {(each.progress.group, each.number): each for each in _pending_in(statuses)}
+    incomplete = {
+        key
+        for key, each in pending.items()
+        if any(other.is_missing_in(each.progress) for other in statuses)
+    }
+    return [
+        status
+        for status in statuses
+        if (
+            status.awaited.number > fewest_calls
+            if status.awaited is not None
+            else any((each.group, each.pending) in incomplete for each in status.unfinished)
+        )
+    ]
 
 
 def _call_of(status: Status) -> str:

@@ -80,8 +80,9 @@ class GroupProgress:
     """The latest collectives, by number as text, since reports are sent as JSON."""
     members: list[int] = field(default_factory=list)
     """The ranks of the group, if known."""
-    seconds: float = 0.0
-    """The time since this rank entered the pending collective, otherwise the last one.
+    entered_at: float = 0.0
+    """When this rank entered the pending collective, otherwise the last one, in seconds
+    since the epoch.
     """
     limit: float = math.inf
     """The timeout of that collective, in seconds."""
@@ -160,10 +161,12 @@ def has_timed_out(groups: Collection[GroupProgress], timeout: timedelta) -> bool
     """
     if not groups:
         return True
-    latest = min(groups, key=lambda progress: progress.seconds)
+    now = time.time()
+    latest = max(groups, key=lambda progress: progress.entered_at)
     awaited = [progress for progress in groups if progress.pending or progress is latest]
     return any(
-        progress.seconds >= _SHARE_OF_TIMEOUT * min(timeout.total_seconds(), progress.limit)
+        now - progress.entered_at
+        >= _SHARE_OF_TIMEOUT * min(timeout.total_seconds(), progress.limit)
         for progress in awaited
     )
 
@@ -242,7 +245,6 @@ def _progress(
     unfinished = [number for number, entry in entries.items() if not _is_finished(entry)]
     pending = min(unfinished, default=0)
     current = entries[pending or last]
-    now = time.time_ns()
     latest = sorted(entries)[-_RECENT:]
     return GroupProgress(
         group,
@@ -251,7 +253,7 @@ def _progress(
         pending=pending,
         recent={str(number): _collective(entries[number]) for number in latest},
         members=members.get(name, []),
-        seconds=(now - current.get("time_created_ns", now)) / 1e9,
+        entered_at=current.get("time_created_ns", time.time_ns()) / 1e9,
         limit=current.get("timeout_ms", math.inf) / 1e3,
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -92,13 +92,16 @@ class Status:
         is_default_group = not waiting.label
         return is_default_group or self.who.rank in waiting.members
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Status:
-        """Restore a status from the result of ``dataclasses.asdict``."""
-        who = RankInfo(**values["who"])
-        groups = [GroupProgress.from_dict(progress) for progress in values["groups"]]
-        awaited = None if values["awaited"] is None else Call(**values["awaited"])
-        return cls(**{**values, "who": who, "groups": groups, "awaited": awaited})
+    def with_changes(self, changed: dict[str, Any]) -> Status:
+        """Return this status with other fields, as ``dataclasses.asdict`` returns them."""
+        fields = dict(changed)
+        if "who" in fields:
+            fields["who"] = RankInfo(**fields["who"])
+        if "groups" in fields:
+            fields["groups"] = [GroupProgress.from_dict(each) for each in fields["groups"]]
+        if fields.get("awaited") is not None:
+            fields["awaited"] = Call(**fields["awaited"])
+        return replace(self, **fields)
 
 
 def read_status(context: ProcessContext, **values: Any) -> Status:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
@@ -65,6 +66,7 @@ class StatusTable:
         self._timeouts = context.peers.timeouts
         self._has_broken_collective = False
         self._pushed = 0  # the number of statuses
+        self._sent: dict[str, Any] = {}  # the last one
         self._question = ""  # how long which rank has waited, until rank 0 has answered
         self._heard_at = 0.0  # when rank 0 last requested a status since the question
         self._is_watched = False  # from the first request of rank 0 until its answer
@@ -175,7 +177,11 @@ class StatusTable:
             question=self._question,
             has_broken_collective=self._has_broken_collective,
         )
-        self._peers.tell([0], "status", {"status": asdict(status)})
+        # Hundreds of ranks may be waiting for long, in which only numbers change.
+        values = asdict(status)
+        changed = {name: value for name, value in values.items() if value != self._sent.get(name)}
+        self._sent = values
+        self._peers.tell([0], "status", {"changed": changed})
 
     def _is_overdue(self, seconds: float) -> bool:
         """Whether NCCL has waited for its timeout, or too long for a rank that left."""
@@ -219,7 +225,8 @@ class StatusTable:
     def _record_status(self, body: Message) -> None:
         rank = body["from"]
         now = time.monotonic()
-        self._last[rank] = Status.from_dict(body["status"])
+        last = self._last.get(rank, Status(self._peers.table[rank]))
+        self._last[rank] = last.with_changes(body["changed"])
         self._received_at[rank] = now
         if self._last[rank].question and rank not in self._asked_at:
             self._asked_at[rank] = now

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import time
 from datetime import timedelta
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -107,7 +108,8 @@ def test_a_rank_waits_in_an_unfinished_collective(completed: int, is_waiting: bo
 
 def progress_of(seconds: float, pending: int = 0) -> GroupProgress:
     """Return the progress of a group that has entered one collective."""
-    return GroupProgress(f"{seconds}", label="", entered=1, pending=pending, seconds=seconds)
+    entered_at = time.time() - seconds
+    return GroupProgress(f"{seconds}", "", entered=1, pending=pending, entered_at=entered_at)
 
 
 HOUR = 3600.0
