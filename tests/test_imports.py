@@ -32,10 +32,9 @@ ORDER = (
     "reductions",
     "integration",
     "public",
-    "cli",
+    "main",
 )
 PUBLIC = ("__init__", "lightning", "pytorch_lightning")
-ADAPTERS = ("integration", "cli")
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 
 
@@ -80,7 +79,7 @@ def level_of(module: str) -> str:
     if name in PUBLIC:
         return "public"
     if name == "__main__":
-        return "cli"
+        return "main"
     return name if rest else "helpers"
 
 
@@ -104,8 +103,8 @@ def test_no_modules_import_each_other() -> None:
 
 
 def test_only_adapters_import_lightning() -> None:
-    """Modules outside of ``integration`` and ``cli`` do not import Lightning."""
-    others = [module for module in FILES if level_of(module) not in ADAPTERS]
+    """Modules outside of ``integration`` do not import Lightning."""
+    others = [module for module in FILES if level_of(module) != "integration"]
     assert [module for module in others if libraries_of(module) & LIGHTNING] == []
 
 
