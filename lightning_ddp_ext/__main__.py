@@ -54,42 +54,40 @@ def main() -> None:
     )
     trainer.fit(importlib.import_module(f"{pl.__name__}.demos.boring_classes").BoringModel())
     strategy = trainer.strategy
-    _print(f"rank {strategy.world.rank} of {trainer.world_size}: {_describe(strategy)}")
+    # In one write, since the ranks share the output.
+    print(f"{_describe(strategy)}\n", end="", flush=True)
     milliseconds = _time_all_reduce(strategy)
     if trainer.is_global_zero:
-        init_method = strategy.rendezvous.init_method or "env://"
-        _print(f"{init_method}: all-reduce of {_MIB} MiB in {milliseconds:.1f} ms")
+        print(
+            f"{strategy.rendezvous.init_method or 'env://'}: all-reduce of {_MIB} MiB in"
+            f" {milliseconds:.1f} ms",
+            flush=True,
+        )
 
 
 def _describe(strategy: Any) -> str:
     """Return this rank's place, host, device and versions."""
     world = strategy.world
-    device = str(strategy.root_device)
-    if strategy.root_device.type == "cuda":
-        device += f" ({torch.cuda.get_device_name(device)})"
+    device = strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     packages = ("torch", pl.__name__.partition(".")[0].replace("_", "-"), "lightning-ddp-ext")
-    versions = [f"{package} {metadata.version(package)}" for package in packages]
+    versions = ", ".join(f"{package} {metadata.version(package)}" for package in packages)
     return (
-        f"local rank {world.local_rank} of node {world.node_rank}, from {world.source}; host"
-        f" {platform.node()}, pid {os.getpid()}, {device}; Python {platform.python_version()},"
-        f" {', '.join(versions)}"
+        f"rank {world.rank} of {world.world_size}: local rank {world.local_rank} of node"
+        f" {world.node_rank}, from {world.source}; host {platform.node()}, pid {os.getpid()},"
+        f" {device} ({name}); Python {platform.python_version()}, {versions}"
     )
 
 
 def _time_all_reduce(strategy: Any) -> float:
     """Return the milliseconds of an all-reduce, after a first one."""
-    started = 0.0
-    for _ in range(2):
-        ones = torch.ones(_MIB << 18, device=strategy.root_device)
-        started = time.perf_counter()
-        total = strategy.reduce(ones, reduce_op="sum")[-1].item()
+    strategy.reduce(torch.ones(1, device=strategy.root_device), reduce_op="sum")
+    ones = torch.ones(_MIB << 18, device=strategy.root_device)
+    started = time.perf_counter()
+    total = strategy.reduce(ones, reduce_op="sum")[-1].item()
     if total != strategy.world_size:
         raise DDPExtError(f"an all-reduce of ones from {strategy.world_size} ranks gave {total:g}")
     return 1000 * (time.perf_counter() - started)
-
-
-def _print(line: str) -> None:
-    print(f"{line}\n", end="", flush=True)  # in one write, since ranks share the output
 
 
 if __name__ == "__main__":
