@@ -129,9 +129,11 @@ def test_windows_is_refused_in_a_sentence() -> None:
 
 # Prints which parts of a process an import of the package changes.
 IMPORTING = """
-import os, signal, sys, threading
+import ctypes, gc, os, signal, sys, threading
 
 def process():
+    death_signal = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(death_signal))  # PR_GET_PDEATHSIG
     handlers = [signal.getsignal(each) for each in sorted(signal.valid_signals())]
     hooks = [sys.excepthook, threading.excepthook, sys.unraisablehook]
     links = [os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]
@@ -143,6 +145,8 @@ def process():
         "hooks": hooks,
         "threads": os.listdir("/proc/self/task"),
         "sockets": sockets,
+        "frozen objects": gc.get_freeze_count(),
+        "death signal": death_signal.value,
     }
 
 import torch, torchmetrics, lightning.pytorch
@@ -160,7 +164,7 @@ LAUNCHERS = ("DDPX_", "LOCAL_RANK", "SLURM_", "TORCHELASTIC_")
         pytest.param({}, [], id="script"),
         pytest.param(
             {"LOCAL_RANK": "0", "DDPX_LAUNCHER_PID": str(os.getpid())},
-            ["variables", "threads"],
+            ["death signal"],
             id="rank that this package starts",
         ),
     ],
@@ -168,7 +172,7 @@ LAUNCHERS = ("DDPX_", "LOCAL_RANK", "SLURM_", "TORCHELASTIC_")
 def test_an_import_changes_a_process_only_if_it_is_a_rank_of_ours(
     variables: dict[str, str], changed: list[str]
 ) -> None:
-    """Such a rank removes the launcher's variable, and starts a thread that watches it."""
+    """Such a rank gets SIGTERM when its launcher exits."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     imported = subprocess.run(
         [sys.executable, "-c", IMPORTING],

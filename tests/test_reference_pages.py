@@ -15,7 +15,7 @@ from lightning_ddp_ext import DDPExtError
 
 ROOT = Path(__file__).parents[1]
 # Set by the package for the processes that it starts.
-INTERNAL = ("DDPX_RANK_PID", "DDPX_LAUNCHER_PID", "DDPX_PRIVATE_FILE")
+INTERNAL = ("DDPX_LAUNCHER_PID", "DDPX_PRIVATE_FILE")
 
 
 def reference(page: str) -> str:

@@ -23,7 +23,7 @@ import pytest
 from lightning_ddp_ext.supervision.child_scripts import ChildScripts
 from tests.harness.environment import MARK, marked, name_of, skip_because, wait_until_exited
 from tests.harness.network import why_unavailable
-from tests.harness.ranks import Environment, RankProcesses, rank_name
+from tests.harness.ranks import Environment, RankProcesses, free_port, rank_name
 from tests.harness.scripts import be_the_script, run_script
 from tests.supervision.model import lines_of
 
@@ -135,33 +135,25 @@ def test_a_kill_during_start_up_is_reported_by_the_launcher(strategy: str, verdi
 
 @pytest.mark.nightly
 def test_a_rank_that_is_orphaned_while_it_starts_ends() -> None:
-    """If its launcher is killed during the imports, the rank exits once it has imported
-    this package.
-    """
-    with training_script() as script:
+    """If its launcher is killed during the imports, the rank exits once it looks for it."""
+    env = {"DDPX_INIT_METHOD": f"tcp://127.0.0.1:{free_port()}"}
+    with training_script(env=env) as script:
         wait_for_rank_one(script)
         script.kill(0)
 
 
-WATCHES_PARENT = """
+STOPS_WITH_PARENT = """
     import os
     import sys
-    import threading
 
-    import psutil  # the other user may not be able to read it
-
-    from lightning_ddp_ext.supervision.parent_watch import GRACE, watch_launcher
+    from lightning_ddp_ext.supervision.parent_death import stop_with_parent
 
     user = int(sys.argv[1])
     os.setgroups([])
     os.setgid(user)
     os.setuid(user)
-    watch_launcher(os.getppid())
-    waiting = [thread for thread in threading.enumerate() if thread.name == "ddpx-launcher"]
-    for thread in waiting:
-        thread.join(2 * GRACE)
-    if all(thread.is_alive() for thread in waiting):
-        print("still runs")
+    stop_with_parent()
+    print("still runs")
 """
 ROOT = "0"
 NOBODY = "65534"
@@ -181,7 +173,7 @@ def test_a_parent_that_cannot_be_seen_has_not_exited(parents: list[str], user: s
     """A rank continues while its parent runs, even if the rank cannot see the parent."""
     skip_because(why_unavailable())
     container = ("unshare", "--pid", "--mount", "--fork", *parents, "python")
-    done = run_script(WATCHES_PARENT, user, launcher=container)
+    done = run_script(STOPS_WITH_PARENT, user, launcher=container)
     assert done.output.splitlines()[-1:] == ["still runs"], done.output
 
 

@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.supervision.child_scripts import started_ranks
-from lightning_ddp_ext.supervision.rank_variables import has_set_rank_variables
 from lightning_ddp_ext.world import SLURM, TORCHRUN, World, check_devices, read_world
 
 from ..private.lightning_tree import (
@@ -108,8 +107,7 @@ def choose_environment(
     has_started_ranks = started_ranks() is not None
     if is_from_user_or_torchrun or has_started_ranks:
         return environment
-    # Beside ours, a RANK that the user exported does not make this process a rank.
-    world = None if has_set_rank_variables() else read_world(os.environ, devices=devices)
+    world = read_world(os.environ, devices=devices)
     if world is None:
         _check_ignored_tasks(devices * num_nodes)
         _check_local_rank(environment, devices)

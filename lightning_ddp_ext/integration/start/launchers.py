@@ -29,13 +29,8 @@ from lightning_ddp_ext.supervision.child_scripts import (
 )
 from lightning_ddp_ext.supervision.exception_report import print_line
 from lightning_ddp_ext.supervision.failure import supervised
-from lightning_ddp_ext.supervision.parent_watch import watch_launcher
+from lightning_ddp_ext.supervision.parent_death import LAUNCHER_PID, stop_with_launching_process
 from lightning_ddp_ext.supervision.rank_processes import RankProcesses
-from lightning_ddp_ext.supervision.rank_variables import (
-    LAUNCHER_PID,
-    RANK_VARIABLES,
-    set_rank_variables,
-)
 
 from ..callbacks.rank_debugger import NO_LIMIT, rank_debugger_of
 from ..checkpoints.run_files import RunFiles
@@ -55,7 +50,7 @@ from ..private.lightning_tree import (
 from ..stopping.last_step import LastStepSaver
 from ..stopping.stops import StoppedException
 from .environment import source_of
-from .joining import Rendezvous, environment_with, temporary_path
+from .joining import RANK_VARIABLES, Rendezvous, environment_with, temporary_path
 
 _HARMLESS = (TunerExitException, StoppedException)
 
@@ -119,10 +114,11 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def _is_joint(self) -> bool:
         return self.num_processes * self.num_nodes > 1
 
-    def _variables_in_run(self, trainer: Any) -> Mapping[str, str]:
+    def _variables_in_run(self, trainer: Any) -> Mapping[str, str | None]:
         """Return the variables that this process has during a run, but not after it.
 
-        If nothing has started the ranks, start them first.
+        Those that are ``None`` are removed in the run. If nothing has started the
+        ranks, start them first.
         """
         started = started_ranks()
         if started is not None:
@@ -136,22 +132,23 @@ class ScriptLauncher(SubprocessScriptLauncher):
             return {**missing, **kept} if self._is_joint else kept
         return self._start_ranks(trainer)
 
-    def _start_ranks(self, trainer: Any) -> dict[str, str]:
+    def _start_ranks(self, trainer: Any) -> Mapping[str, str | None]:
         """Start this node's other ranks, and return this process's variables in a run."""
         address = self._parts.rendezvous.start_variables(self.cluster_environment, self.num_nodes)
         with environment_with({**address, LAUNCHER_PID: str(os.getpid())}):
             os.environ.pop("RANK", None)  # every started process would inherit a user's RANK
             self._call_children_scripts()  # sets variables even if it starts nothing
-            set_rank_variables("0")
+            os.environ["LOCAL_RANK"] = "0"
             variables = {**address, **{name: os.environ[name] for name in RANK_VARIABLES}}
+        if not self._is_joint:
+            return {**variables, "RANK": None}  # a user's, which is not that of this run
         if self.procs:
-            set_rank_variables("0")  # also after the run, since the ranks still exist
-        if self._is_joint:
-            limit = EXIT_WITHIN if rank_debugger_of(trainer) is None else NO_LIMIT.total_seconds()
-            save_within = self._parts.deadline.total_seconds()
-            # Exit handlers run in reverse order, so this one precedes the removal of files.
-            record_started(ChildScripts(list(self.procs), variables, limit, save_within))
-        return variables
+            os.environ["LOCAL_RANK"] = "0"  # also after the run, since the ranks still exist
+        limit = EXIT_WITHIN if rank_debugger_of(trainer) is None else NO_LIMIT.total_seconds()
+        save_within = self._parts.deadline.total_seconds()
+        # Exit handlers run in reverse order, so this one precedes the removal of files.
+        record_started(ChildScripts(list(self.procs), variables, limit, save_within))
+        return dict(variables)
 
 
 class ProcessesLauncher(MultiProcessingLauncher):
@@ -272,7 +269,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
     def _run_rank(self, local_rank: int, task: _Task) -> None:
         """Run the task in a started process."""
         task.adopt_environment()
-        watch_launcher(task.launcher_pid)
+        stop_with_launching_process()
         args = task.args
         kwargs = task.kwargs
         if self._start_method == "forkserver":
@@ -338,8 +335,7 @@ class _Task:
         results: the file for rank 0's results.
         failed_at: where each rank records when it failed, unless another one caused it.
         state: seeds and torch's flags; ``None`` if the ranks keep their own.
-        launcher_pid: the launching process.
-        environ: its environment variables.
+        environ: the environment variables of the launching process.
     """
 
     function: Callable[..., Any]
@@ -349,7 +345,6 @@ class _Task:
     results: _Results
     failed_at: Any
     state: GlobalStateSnapshot | None
-    launcher_pid: int = field(default_factory=os.getpid)
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def adopt_environment(self) -> None:
