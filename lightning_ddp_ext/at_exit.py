@@ -1,9 +1,8 @@
-"""Run actions at the exit of this process, and set its exit status."""
+"""Run actions at the exit of this process."""
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import multiprocessing.util
 from collections.abc import Callable
 
@@ -15,15 +14,3 @@ def at_exit(action: Callable[[], None]) -> None:
     """
     # A Finalize runs only once, and only in the process that has made it.
     atexit.register(multiprocessing.util.Finalize(None, action, exitpriority=100))
-
-
-def set_exit_status(status: int) -> None:
-    """Set the status of an exiting process; for use in an exit handler.
-
-    The process exits with ``status`` after the remaining exit handlers.
-    """
-    # HACK: Python ignores what its exit handlers raise, and ``os._exit`` would skip
-    # those that are left. This handler of the C library calls ``exit`` again, with
-    # which glibc runs the remaining handlers and uses the new status.
-    libc = ctypes.CDLL(None)
-    libc["__cxa_atexit"](libc.exit, ctypes.c_void_p(status), None)

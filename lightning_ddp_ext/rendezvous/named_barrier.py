@@ -77,7 +77,9 @@ class NamedBarriers:
         # By number: the calls of all ranks on rank 0, and elsewhere only those of rank 0.
         self._waiting: dict[int, list[Call]] = {}
         self.awaited: Call | None = None
-        self.reset_counts()
+        self.made = 0
+        self._steps = 0  # that this rank has started
+        self._open = 0  # the number of the last call that all ranks have started
         self._remote = RemoteCalls(
             peers,
             "barrier",
@@ -85,16 +87,6 @@ class NamedBarriers:
             open=self._open_barrier,
             overdue=self._report_overdue,
         )
-
-    def reset_counts(self) -> None:
-        """Reset the counts of calls and steps.
-
-        All ranks must do this together, while none of them is in a call.
-        """
-        self.made = 0
-        self._steps = 0  # that this rank has started
-        self._open = 0  # the number of the last call that all ranks have started
-        self._waiting.clear()
 
     def advance(self) -> None:
         """Advance this rank's step counter, so that a skipped call can be detected.

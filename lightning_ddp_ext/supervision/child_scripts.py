@@ -6,21 +6,18 @@ The script is a rank itself: local rank 0. It waits for the others at its exit.
 from __future__ import annotations
 
 import atexit
-import signal
 import socket
 import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lightning_ddp_ext.at_exit import set_exit_status
 from lightning_ddp_ext.supervision.process_exits import (
     END_WITHIN,
     status_in_words,
     stop_processes,
-    wait_for_exits,
 )
-from lightning_ddp_ext.supervision.signals import STOP_STATUSES, status_of
+from lightning_ddp_ext.supervision.signals import STOP_STATUSES
 
 # Seconds for which a stuck child may delay the exit of this process. They also apply after
 # sys.exit(1), which an exit handler cannot distinguish from success.
@@ -35,8 +32,7 @@ class ChildScripts:
         children: their processes, in the order of their local ranks, which start at 1.
         variables: the environment variables that this process shares with them in a run.
         exit_within: the seconds that this process waits for them at exit.
-        save_within: the seconds after an exception until children that are still saving
-            are killed.
+        save_within: the seconds until children that are still saving are then killed.
     """
 
     children: list[subprocess.Popen[bytes]]
@@ -56,58 +52,25 @@ class ChildScripts:
         return None
 
     def join_at_exit(self) -> None:
-        """Wait for the children, and exit with the status of one that failed."""
-        status = self.join_or_kill()
-        if status is not None:
-            set_exit_status(status)
+        """Wait for the children for a limited time, stop those that still run, and report.
 
-    def join_or_kill(self) -> int | None:
-        """Wait for the children for a limited time, then kill those that are running.
-
-        The time is shorter after an exception.
-
-        Returns:
-            The exit status that this process takes over from the failed child with the
-            lowest local rank, as shells write it. ``None`` if it keeps its own: no
-            child failed, or this process raised.
+        The time is shorter after an exception, which the other ranks may have caused or
+        follow, so that only killed children are then reported.
         """
-        if _has_raised():
-            with suppress(KeyboardInterrupt):  # stop_processes has then killed the children
-                stop_processes(self.children, END_WITHIN, self.save_within)
-            return None
-        reason = f"did not exit within {self.exit_within:g} s and was killed"
-        try:
-            wait_for_exits(self.children, self.exit_within)
-        except KeyboardInterrupt:
-            reason = "was killed after Ctrl-C"
-        why_killed = {child: reason for child in self.children if child.poll() is None}
-        for child in why_killed:
-            child.kill()
-        wait_for_exits(list(why_killed), END_WITHIN)
-        return self._report_failure(why_killed)
-
-    def _report_failure(self, why_killed: dict[subprocess.Popen[bytes], str]) -> int | None:
-        """Print how the failed child with the lowest local rank ended; return its status.
-
-        Print nothing for a child that stopped in order after a signal.
-        """
-        for local_rank, child in enumerate(self.children, start=1):
-            status = -signal.SIGKILL if child in why_killed else child.returncode
-            if status == 0:
-                continue
-            if status not in STOP_STATUSES:
-                verdict = why_killed.get(child, status_in_words(status))
-                sys.stderr.write(f"local rank {local_rank} (pid {child.pid}) {verdict}\n")
-            return status if status > 0 else status_of(-status)
-        return None
-
-
-def _has_raised() -> bool:
-    """Whether an exception other than ``SystemExit`` ends this process.
-
-    Python stores it in ``sys.last_value`` before it calls exit handlers.
-    """
-    return getattr(sys, "last_value", None) is not None
+        # Python stores an exception other than SystemExit before it calls exit handlers.
+        has_raised = getattr(sys, "last_value", None) is not None
+        seconds = END_WITHIN if has_raised else self.exit_within
+        stopped: list[int] = []
+        with suppress(KeyboardInterrupt):  # stop_processes has then killed the children
+            stopped = stop_processes(self.children, seconds, self.save_within)
+        for index, child in enumerate(self.children):
+            status = child.returncode
+            verdict = status_in_words(status)
+            if index in stopped:
+                verdict = f"did not exit within {seconds:g} s and was stopped"
+            is_expected = status == 0 or status in STOP_STATUSES or (has_raised and status > 0)
+            if not is_expected:
+                sys.stderr.write(f"local rank {index + 1} (pid {child.pid}) {verdict}\n")
 
 
 _started: ChildScripts | None = None

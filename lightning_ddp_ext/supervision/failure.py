@@ -50,9 +50,8 @@ def supervised(
     """Call ``function``, and report its exception or find the rank that caused it.
 
     Every rank runs its part of a job through this function. A rank's own exception is
-    raised unchanged; it is also announced, unless every rank raises one. An exception
-    that only follows from another rank's exit is replaced by an error that names that
-    rank.
+    announced and raised unchanged. An exception that only follows from another rank's
+    exit is replaced by an error that names that rank.
 
     Args:
         function: called with the further arguments.
@@ -74,7 +73,7 @@ def supervised(
             raise
         except BaseException as exception:
             run.has_failed = True
-            explanation = explain(exception, rescue, is_caught=True)
+            explanation = explain(exception, rescue)
             if run.is_outermost:
                 _limit_exit(handler)
             if explanation is exception:
@@ -89,9 +88,7 @@ def _limit_exit(handler: FrameType | None) -> None:
         session.stops.limit_exit(is_needed=lambda: handler is None or is_main_thread_in(handler))
 
 
-def explain(
-    exception: BaseException, rescue: Rescue = lambda exception: None, *, is_caught: bool = False
-) -> BaseException:
+def explain(exception: BaseException, rescue: Rescue = lambda exception: None) -> BaseException:
     """Announce an exception to the other ranks, or find the rank that caused it.
 
     This takes some seconds if other ranks are involved.
@@ -100,8 +97,6 @@ def explain(
         exception: the exception.
         rescue: called with the exception; if another rank caused it, before this rank's
             groups are closed.
-        is_caught: whether the caller may catch the exception. If every rank raises one,
-            it is then not announced, so the groups stay intact.
 
     Returns:
         The exception, or the error of the rank that caused it.
@@ -123,12 +118,9 @@ def explain(
         if not is_aborted:
             _print_replaced(exception, context)
         return _replacement(exception, event, context, rescue)
-    # After an error of the device, torch's watchdog may end this process at any time.
-    may_wait = is_caught and not isinstance(exception, torch.AcceleratorError)
-    if not (may_wait and session.exceptions.is_common()):
-        if context.groups.uses_nccl:
-            rescue(exception)  # aborting NCCL might change the weights
-        context.announce_failure(exception, "".join(traceback.format_exception(exception)))
+    if context.groups.uses_nccl:
+        rescue(exception)  # aborting NCCL might change the weights
+    context.announce_failure(exception, "".join(traceback.format_exception(exception)))
     rescue(exception)
     return exception
 

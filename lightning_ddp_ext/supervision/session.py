@@ -6,14 +6,13 @@ from typing import cast
 
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current, join
 from lightning_ddp_ext.rendezvous.request import Request
-from lightning_ddp_ext.supervision.common_exception import CommonException
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
 from lightning_ddp_ext.supervision.long_waits import watch_long_waits
 from lightning_ddp_ext.supervision.survey import Survey
 
 
 class Session:
-    """This rank's part in surveys, stops and common exceptions, and a watch for waits.
+    """This rank's part in surveys and stops, and a watch for waits.
 
     A session is built when the ranks have connected, and lasts until they disconnect.
     Messages of other ranks that arrive earlier are kept for it.
@@ -22,14 +21,12 @@ class Session:
         context: the connections and process groups.
         survey: collects reports from all ranks.
         stops: stops all ranks together after a signal.
-        exceptions: determines whether every rank raises.
     """
 
     def __init__(self, context: ProcessContext) -> None:
         self.context = context
         self.survey = Survey(context)
         self.stops = GracefulStop(context, self.survey.raise_if_a_rank_is_silent)
-        self.exceptions = CommonException(context)
         watch_long_waits(context, self.survey)
 
 

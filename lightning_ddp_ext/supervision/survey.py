@@ -100,7 +100,7 @@ class Survey:
         A rank that replies may take as long as it needs.
 
         Raises:
-            RankHungError: a rank does not reply.
+            RankAbsentError: a rank does not reply.
             RankFailedError: a rank died, failed or left; it may be a subclass.
         """
         event = self.request("silence", f"rank {self._peers.rank} has waited for {self._timeout}")

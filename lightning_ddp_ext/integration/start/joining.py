@@ -13,8 +13,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from lightning_ddp_ext.arguments import to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError, RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
@@ -33,7 +31,6 @@ from lightning_ddp_ext.supervision.child_scripts import started_ranks
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
 from lightning_ddp_ext.supervision.parent_death import launcher_exit, stop_with_parent
 from lightning_ddp_ext.supervision.session import start_session
-from lightning_ddp_ext.version import __version__
 from lightning_ddp_ext.world import OPEN_MPI, TORCHRUN, launcher_of, run_of
 
 from ..callbacks.rank_debugger import without_limits
@@ -42,8 +39,6 @@ from ..private.lightning_tree import (
     ClusterEnvironment,
     LightningEnvironment,
     TorchElasticEnvironment,
-    lightning_name,
-    lightning_version,
     rank_zero_info,
 )
 from .devices import RankDevicesStrategy
@@ -154,12 +149,6 @@ class Rendezvous:
             ranks = "1 rank" if size == 1 else f"{size} ranks"
             rank_zero_info(f"process group: {request.backend}, {ranks}, {request.init_method}")
 
-    def release_address(self) -> None:
-        """Stop listening at rank 0's address, where the script may open its own group."""
-        context = current()
-        if context is not None:
-            context.peers.channel.stop_accepting()
-
     def _request(self, strategy: RankDevicesStrategy) -> Request:
         started = started_ranks()
         world = world_of(strategy)
@@ -180,11 +169,6 @@ class Rendezvous:
             timeout=timeout_of(strategy),
             init_timeout=self._init_timeout,
             variables=self._variables,
-            versions={
-                "torch": str(torch.__version__),
-                lightning_name: lightning_version,
-                "lightning_ddp_ext": __version__,
-            },
             run=run_of(world.source, os.environ),
             launch_failure=launcher_exit if started is None else started.failure,
             timeouts=self.timeouts,

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ import torch.multiprocessing
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
-from lightning_ddp_ext.ranks import chain_of
 from lightning_ddp_ext.rendezvous.process_context import leave
 from lightning_ddp_ext.supervision.child_scripts import (
     EXIT_WITHIN,
@@ -30,7 +28,7 @@ from lightning_ddp_ext.supervision.child_scripts import (
 from lightning_ddp_ext.supervision.exception_report import print_line
 from lightning_ddp_ext.supervision.failure import supervised
 from lightning_ddp_ext.supervision.parent_death import LAUNCHER_PID, stop_with_launching_process
-from lightning_ddp_ext.supervision.rank_processes import RankProcesses
+from lightning_ddp_ext.supervision.rank_processes import join_ranks
 
 from ..callbacks.rank_debugger import NO_LIMIT, rank_debugger_of
 from ..checkpoints.run_files import RunFiles
@@ -186,7 +184,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         Raises:
             ConfigurationError: this process is a rank already.
             NotImplementedError: a second call of ``fit`` of this Trainer.
-            Exception: a rank failed; see :meth:`RankProcesses.join`.
+            Exception: a rank failed; see :func:`join_ranks`.
         """
         self._check_can_launch(trainer)
         leave()
@@ -204,9 +202,6 @@ class ProcessesLauncher(MultiProcessingLauncher):
                 kwargs=kwargs,
                 trainer=trainer,
                 results=results,
-                failed_at=multiprocessing.get_context(self._start_method).RawArray(
-                    "d", self._strategy.num_processes
-                ),
                 state=self._state_for_ranks(),
             )
             self._run_ranks(task)
@@ -258,13 +253,12 @@ class ProcessesLauncher(MultiProcessingLauncher):
             start_method=self._start_method,
         )
         self.procs = processes.processes
-        RankProcesses(
+        join_ranks(
             processes,
-            task.failed_at,
-            task.results.path,
-            self._parts.deadline.total_seconds(),
+            results_file=task.results.path,
+            stop_within=self._parts.deadline.total_seconds(),
             first_rank=self._environment.node_rank() * self._strategy.num_processes,
-        ).join()
+        )
 
     def _run_rank(self, local_rank: int, task: _Task) -> None:
         """Run the task in a started process."""
@@ -286,13 +280,8 @@ class ProcessesLauncher(MultiProcessingLauncher):
             self._wrapping_function(
                 local_rank, task.trainer, function, args, kwargs, results, task.state
             )
-        except Exception as error:
-            is_own = not any(isinstance(link, RankFailedError) for link in chain_of(error))
-            if is_own:
-                task.failed_at[local_rank] = time.monotonic()
-            elif isinstance(error, RankFailedError):
-                # The launching process prints the traceback of the rank that failed first.
-                print_line(error)
+        except RankFailedError as error:
+            print_line(error)  # the launching process prints one traceback
             raise
         finally:
             leave()
@@ -333,7 +322,6 @@ class _Task:
         function: the function to run, with ``args`` and ``kwargs``.
         trainer: the Trainer whose function this is, if any.
         results: the file for rank 0's results.
-        failed_at: where each rank records when it failed, unless another one caused it.
         state: seeds and torch's flags; ``None`` if the ranks keep their own.
         environ: the environment variables of the launching process.
     """
@@ -343,7 +331,6 @@ class _Task:
     kwargs: dict[str, Any]
     trainer: Any
     results: _Results
-    failed_at: Any
     state: GlobalStateSnapshot | None
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
