@@ -8,6 +8,7 @@ with ``pytorch_lightning``.
 """
 
 import sys as _sys
+from importlib import metadata as _metadata
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _sys.platform != "linux":
@@ -27,7 +28,6 @@ from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.init_method import Env, File, Tcp
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
 from lightning_ddp_ext.supervision.parent_death import stop_with_script as _stop_with_script
-from lightning_ddp_ext.version import __version__ as __version__
 from lightning_ddp_ext.world import World
 
 if _TYPE_CHECKING:
@@ -53,6 +53,11 @@ __all__ = [
 ]
 __all__ += _errors.__all__
 __all__ += _public.__all__
+
+try:
+    __version__ = _metadata.version("lightning-ddp-ext")
+except _metadata.PackageNotFoundError:  # a copy that is not installed
+    __version__ = "0+unknown"
 
 _trees.register_names()
 _stop_with_script()

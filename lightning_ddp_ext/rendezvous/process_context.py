@@ -11,9 +11,11 @@ between two Trainers of all ranks, a second one of this rank only, which is then
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing.util
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +23,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from lightning_ddp_ext.at_exit import at_exit
 from lightning_ddp_ext.errors import ConfigurationError, DDPExtError
 from lightning_ddp_ext.forced_exit import exit_now
 from lightning_ddp_ext.rank_logger import rank_logger
@@ -348,6 +349,15 @@ def leave() -> None:
     """
     while _contexts:
         _contexts.pop().close()
+
+
+def at_exit(action: Callable[[], None]) -> None:
+    """Run ``action`` at the exit of this process.
+
+    It also runs in children of multiprocessing, which skip ``atexit`` handlers.
+    """
+    # A Finalize runs only once, and only in the process that has made it.
+    atexit.register(multiprocessing.util.Finalize(None, action, exitpriority=100))
 
 
 def _exit_if_stuck() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ddp_ext.supervision.child_scripts import ChildScripts
+from lightning_ddp_ext.supervision.started_ranks import ChildScripts
 from tests.harness.environment import MARK, marked, name_of, skip_because, wait_until_exited
 from tests.harness.network import why_unavailable
 from tests.harness.ranks import Environment, RankProcesses, free_port, rank_name

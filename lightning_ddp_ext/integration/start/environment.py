@@ -7,7 +7,7 @@ import os
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.supervision.child_scripts import started_ranks
+from lightning_ddp_ext.supervision.started_ranks import started_ranks
 from lightning_ddp_ext.world import SLURM, TORCHRUN, World, check_devices, read_world
 
 from ..private.lightning_tree import (

@@ -19,16 +19,15 @@ from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from lightning_ddp_ext.rendezvous.process_context import leave
-from lightning_ddp_ext.supervision.child_scripts import (
+from lightning_ddp_ext.supervision.failure import print_line, supervised
+from lightning_ddp_ext.supervision.parent_death import LAUNCHER_PID, stop_with_launching_process
+from lightning_ddp_ext.supervision.started_ranks import (
     EXIT_WITHIN,
     ChildScripts,
+    join_ranks,
     record_started,
     started_ranks,
 )
-from lightning_ddp_ext.supervision.exception_report import print_line
-from lightning_ddp_ext.supervision.failure import supervised
-from lightning_ddp_ext.supervision.parent_death import LAUNCHER_PID, stop_with_launching_process
-from lightning_ddp_ext.supervision.rank_processes import join_ranks
 
 from ..callbacks.rank_debugger import NO_LIMIT, rank_debugger_of
 from ..checkpoints.run_files import RunFiles
