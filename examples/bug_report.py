@@ -5,8 +5,8 @@ Run python examples/bug_report.py. To use stock Lightning's strategy, append the
 argument "ddp".
 """
 
-import subprocess
 import sys
+from importlib import metadata
 
 import lightning as L
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -40,5 +40,5 @@ if __name__ == "__main__":
             f" {model.layer.weight.sum().item():.6f}",
             flush=True,
         )
-        # Print versions, devices and the launcher.
-        subprocess.run([sys.executable, "-m", "lightning_ddp_ext", "env"], check=False)
+        for package in ("torch", "lightning", "lightning-ddp-ext"):
+            print(package, metadata.version(package), flush=True)

@@ -7,9 +7,8 @@ Importing the package registers the strategy names ``ddp_ext``, ``ddp_ext_spawn`
 with ``pytorch_lightning``.
 """
 
-import gc as _gc
-import os as _os
 import sys as _sys
+from importlib import metadata as _metadata
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _sys.platform != "linux":
@@ -28,8 +27,7 @@ from lightning_ddp_ext.errors import *  # noqa: F403
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.init_method import Env, File, Tcp
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
-from lightning_ddp_ext.supervision.parent_watch import watch_own_launcher as _watch_own_launcher
-from lightning_ddp_ext.version import __version__ as __version__
+from lightning_ddp_ext.supervision.parent_death import stop_with_script as _stop_with_script
 from lightning_ddp_ext.world import World
 
 if _TYPE_CHECKING:
@@ -56,10 +54,10 @@ __all__ = [
 __all__ += _errors.__all__
 __all__ += _public.__all__
 
+try:
+    __version__ = _metadata.version("lightning-ddp-ext")
+except _metadata.PackageNotFoundError:  # a copy that is not installed
+    __version__ = "0+unknown"
+
 _trees.register_names()
-_watch_own_launcher()
-if not _os.environ.keys().isdisjoint(("LOCAL_RANK", "SLURM_LOCALID")):
-    # A launcher started this rank, whose script has usually only imported libraries so
-    # far. Traversing their objects would take 0.2 s in each collection, and would delay
-    # the exit by one second, for which other ranks or a restart may be waiting.
-    _gc.freeze()
+_stop_with_script()

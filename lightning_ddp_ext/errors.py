@@ -5,8 +5,6 @@
     DDPExtError
     ├── ConfigurationError (ValueError)      a setting is invalid
     ├── RendezvousError (RuntimeError)       the ranks could not connect
-    │   └── MissingRanksError                some ranks did not connect within init_timeout
-    ├── GroupInUseError (RuntimeError)       this process has a process group that does not match
     ├── CheckpointError (RuntimeError)       a checkpoint could not be written, read or removed
     │   ├── CheckpointSaveError (OSError)    not written
     │   └── DamagedCheckpointError           truncated, altered, or not a checkpoint
@@ -15,8 +13,7 @@
     ├── DivergenceError (RuntimeError)       the ranks differ in weights or logged values
     └── RankFailedError (RuntimeError)       another rank failed or exited, so this rank stops
         ├── RankDiedError                    another rank was killed, or its host is unreachable
-        ├── RankAbsentError                  a rank did not make the call that the others made
-        └── RankHungError                    a rank does not reply
+        └── RankAbsentError                  a rank did not make the call that the others made
 
 A message names the field, the rule, the value and the remedy, in this order. A
 traceback ends with a reference to the page that describes the error.
@@ -34,12 +31,9 @@ __all__ = [
     "DDPExtError",
     "DamagedCheckpointError",
     "DivergenceError",
-    "GroupInUseError",
-    "MissingRanksError",
     "RankAbsentError",
     "RankDiedError",
     "RankFailedError",
-    "RankHungError",
     "RendezvousError",
     "SamplingError",
 ]
@@ -71,21 +65,12 @@ class RendezvousError(DDPExtError, RuntimeError):
     """The ranks could not connect, or their settings differ.
 
     It is raised on every rank that connected or tried to.
-    """
-
-
-class MissingRanksError(RendezvousError):
-    """Some ranks did not connect within ``init_timeout``.
 
     Attributes:
-        missing: the missing ranks, ascending.
+        missing: the ranks that did not connect within ``init_timeout``, ascending.
     """
 
     missing: tuple[int, ...] = ()
-
-
-class GroupInUseError(DDPExtError, RuntimeError):
-    """The process group of this process does not match the requested one."""
 
 
 class CheckpointError(DDPExtError, RuntimeError):
@@ -160,11 +145,4 @@ class RankDiedError(RankFailedError):
 
 
 class RankAbsentError(RankFailedError):
-    """``rank`` did not make a collective call that others made, such as a barrier."""
-
-
-class RankHungError(RankFailedError):
-    """``rank`` does not reply, so the other ranks cannot continue.
-
-    Also raised on that rank, once it can.
-    """
+    """``rank`` did not make a collective call that others made, or does not reply."""

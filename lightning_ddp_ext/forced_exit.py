@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import NoReturn
 
 _SECONDS_TO_PRINT = 5.0  # the machine may be busy
@@ -96,7 +95,7 @@ class ForcedExit:
         Args:
             seconds: the time until the exit.
             status: the exit status of the process.
-            message: returns the line to print before the exit; empty to print none.
+            message: returns the line to print before the exit.
             is_needed: called when the time is up; if it returns False, the process
                 continues.
             seconds_after_saves: seconds from the completion of an unfinished save to
@@ -107,15 +106,8 @@ class ForcedExit:
                 return
             self._cancelled = threading.Event()
             self._thread = threading.Thread(
-                target=partial(
-                    count_down,
-                    seconds,
-                    status,
-                    message,
-                    cancelled=self._cancelled,
-                    is_needed=is_needed,
-                    seconds_after_saves=seconds_after_saves,
-                ),
+                target=_count_down,
+                args=[seconds, status, message, self._cancelled, is_needed, seconds_after_saves],
                 name=self._name,
                 daemon=True,
             )
@@ -131,14 +123,13 @@ class ForcedExit:
             thread.join(timeout=1.0)
 
 
-def count_down(
+def _count_down(
     seconds: float,
     status: int,
     message: Callable[[], str],
-    *,
     cancelled: threading.Event,
-    is_needed: Callable[[], bool] = lambda: True,
-    seconds_after_saves: float | None = None,
+    is_needed: Callable[[], bool],
+    seconds_after_saves: float | None,
 ) -> None:
     """Exit after some time, unless it is cancelled; see :meth:`ForcedExit.start`."""
     if cancelled.wait(seconds) or not is_needed():

@@ -32,10 +32,9 @@ ORDER = (
     "reductions",
     "integration",
     "public",
-    "cli",
+    "main",
 )
 PUBLIC = ("__init__", "lightning", "pytorch_lightning")
-ADAPTERS = ("integration", "cli")
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 
 
@@ -80,7 +79,7 @@ def level_of(module: str) -> str:
     if name in PUBLIC:
         return "public"
     if name == "__main__":
-        return "cli"
+        return "main"
     return name if rest else "helpers"
 
 
@@ -104,8 +103,8 @@ def test_no_modules_import_each_other() -> None:
 
 
 def test_only_adapters_import_lightning() -> None:
-    """Modules outside of ``integration`` and ``cli`` do not import Lightning."""
-    others = [module for module in FILES if level_of(module) not in ADAPTERS]
+    """Modules outside of ``integration`` do not import Lightning."""
+    others = [module for module in FILES if level_of(module) != "integration"]
     assert [module for module in others if libraries_of(module) & LIGHTNING] == []
 
 
@@ -130,9 +129,11 @@ def test_windows_is_refused_in_a_sentence() -> None:
 
 # Prints which parts of a process an import of the package changes.
 IMPORTING = """
-import os, signal, sys, threading
+import ctypes, gc, os, signal, sys, threading
 
 def process():
+    death_signal = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(death_signal))  # PR_GET_PDEATHSIG
     handlers = [signal.getsignal(each) for each in sorted(signal.valid_signals())]
     hooks = [sys.excepthook, threading.excepthook, sys.unraisablehook]
     links = [os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]
@@ -144,6 +145,8 @@ def process():
         "hooks": hooks,
         "threads": os.listdir("/proc/self/task"),
         "sockets": sockets,
+        "frozen objects": gc.get_freeze_count(),
+        "death signal": death_signal.value,
     }
 
 import torch, torchmetrics, lightning.pytorch
@@ -161,7 +164,7 @@ LAUNCHERS = ("DDPX_", "LOCAL_RANK", "SLURM_", "TORCHELASTIC_")
         pytest.param({}, [], id="script"),
         pytest.param(
             {"LOCAL_RANK": "0", "DDPX_LAUNCHER_PID": str(os.getpid())},
-            ["variables", "threads"],
+            ["death signal"],
             id="rank that this package starts",
         ),
     ],
@@ -169,7 +172,7 @@ LAUNCHERS = ("DDPX_", "LOCAL_RANK", "SLURM_", "TORCHELASTIC_")
 def test_an_import_changes_a_process_only_if_it_is_a_rank_of_ours(
     variables: dict[str, str], changed: list[str]
 ) -> None:
-    """Such a rank removes the launcher's variable, and starts a thread that watches it."""
+    """Such a rank gets SIGTERM when its launcher exits."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     imported = subprocess.run(
         [sys.executable, "-c", IMPORTING],

@@ -15,7 +15,7 @@ from lightning_ddp_ext import DDPExtError
 
 ROOT = Path(__file__).parents[1]
 # Set by the package for the processes that it starts.
-INTERNAL = ("DDPX_RANK_PID", "DDPX_LAUNCHER_PID", "DDPX_PRIVATE_FILE")
+INTERNAL = ("DDPX_LAUNCHER_PID", "DDPX_PRIVATE_FILE")
 
 
 def reference(page: str) -> str:
@@ -45,11 +45,11 @@ def test_every_error_has_a_cause_and_a_fix_under_its_heading() -> None:
 
 def test_a_traceback_ends_with_the_address_of_its_error() -> None:
     """The address leads to an existing heading, also after an error is pickled."""
-    error = lightning_ddp_ext.MissingRanksError("rank 3 is missing", missing=(3,))
+    error = lightning_ddp_ext.RendezvousError("rank 3 is missing", missing=(3,))
     address, _, anchor = error.__notes__[0].split()[1].partition("#")
     # Code hosts and the site derive this anchor from the heading below.
-    assert anchor == "missingrankserror"
-    assert "\n### MissingRanksError\n" in (ROOT / address).read_text()
+    assert anchor == "rendezvouserror"
+    assert "\n### RendezvousError\n" in (ROOT / address).read_text()
     assert pickle.loads(pickle.dumps(error)).__notes__ == error.__notes__
     assert traceback.format_exception(error)[-1] == error.__notes__[0] + "\n"
 

@@ -102,7 +102,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             epoch again if its order cannot be drawn again; ``"stock"`` does what
             Lightning does.
         stop_checkpoint: where the last finished step is saved if the run ends early: by
-            SIGTERM, SIGUSR1 or Ctrl-C, or by a rank that fails, dies or hangs. A path, or
+            SIGTERM, Ctrl-C or SLURM's signal, or by a rank that fails or dies. A path, or
             a file name, which is placed next to the other checkpoints, or below
             ``default_root_dir`` if a logger decides where these are; ``None`` saves
             nothing, except for a requeue by SLURM. ``ckpt_path="last"`` finds the file
@@ -385,7 +385,6 @@ class DDPExtStrategy(RankDevicesStrategy):
             self._replaced.undo_all()
             self.last_step.end()
             self.stops.detach()
-            self.rendezvous.release_address()
 
     # DDP.
 

@@ -10,19 +10,18 @@ from __future__ import annotations
 import socket
 from contextlib import closing, suppress
 from dataclasses import astuple
-from functools import partial
 from typing import TypeAlias
 
 from torch.distributed import TCPStore
 
-from lightning_ddp_ext.errors import MissingRanksError, RendezvousError
+from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rank_lists import listed, ranks_in_words
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import STORE_OPERATION, Address, Endpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake, gave_up_error, refusal_of
 from lightning_ddp_ext.rendezvous.opened_sockets import OpenedSockets
-from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request, difference_between
+from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request
 from lightning_ddp_ext.rendezvous.sockets import host_of, listen
 from lightning_ddp_ext.rendezvous.wire import Connection, Message, encode
 
@@ -61,7 +60,7 @@ class Coordinator:
         self._hello = hello
         self._channel = channel
         self._deadline = deadline
-        self._where = hello.init_method
+        self._where = request.init_method
         if self._where == "env://" and isinstance(endpoint, TcpEndpoint):
             self._where = f"{endpoint.where} ({self._where})"
         self._present = {0: hello.info}  # the accepted ranks
@@ -79,24 +78,20 @@ class Coordinator:
         """Wait until every rank has connected.
 
         Raises:
-            MissingRanksError: some ranks did not connect in time.
-            RendezvousError: two processes claim one rank, world sizes or versions differ,
-                or a rank exited.
+            RendezvousError: some ranks did not connect in time, two processes claim one
+                rank, world sizes differ, or a rank exited.
         """
-        withdraw = partial(self._endpoint.withdraw, self._address)
         try:
             table = self._wait_for_decision()
         except BaseException as error:
             self._refuse(gave_up_error(self._hello.info, error))
             if isinstance(error, RendezvousError):
                 self._refuse_late_ranks()
-            withdraw()
             raise
-        if self._endpoint.is_local:  # so that a later kill cannot leave the address behind
-            withdraw()
-        return Connections(
-            self._channel, table, self._store, self._store_sockets, self._route, withdraw
-        )
+        finally:
+            self._endpoint.withdraw(self._address)
+            self._channel.stop_accepting()
+        return Connections(self._channel, table, self._store, self._store_sockets, self._route)
 
     def _wait_for_decision(self) -> tuple[RankInfo, ...]:
         """Return all ranks once they have connected, or raise the error."""
@@ -117,11 +112,6 @@ class Coordinator:
             self._refuse(RendezvousError(sentence))
         if self._deadline.expired:
             self._refuse_missing(self._deadline.seconds)
-        # Another rank 0 may have replaced the address.
-        published = self._endpoint.look_up()
-        if published is not None and published != self._address:
-            self._check_rank_zero_at(published)
-            self._endpoint.publish(self._address)
 
     def _exit_of_a_rank(self) -> str | None:
         """Describe the exit of a rank that had connected, if any."""
@@ -177,26 +167,22 @@ class Coordinator:
         reply         for                 because
         ============  ==================  ================================================
         ``refused``   this rank           it belongs to another run
-        ``retry``     this rank           it starts the next run before rank 0 does
-        ``refused``   this rank           all ranks of this run have connected
+        ``retry``     this rank           all ranks of this run have connected
         ``refused``   all ranks           the start has failed, or this rank does not fit
         ``accepted``  this rank           otherwise; after the last one, all are welcomed
         ============  ==================  ================================================
         """
-        info = hello.info
         is_of_named_run = bool(self._hello.run and hello.run)
-        started = self._decision if isinstance(self._decision, tuple) else ()
-        is_of_earlier_run = bool(started) and (info in started or info.rank in self._channel.ended)
         if is_of_named_run and hello.run != self._hello.run:
             _reply(connection, refusal_of(_other_run(self._where, self._hello, hello)))
-        elif is_of_earlier_run:
-            _reply(connection, {"retry": "an earlier run has not exited there"})
+        elif isinstance(self._decision, tuple):
+            _reply(connection, {"retry": "another run has started there"})
         elif (error := self._objection_to(hello)) is not None:
-            self._refused.add(info.rank)
+            self._refused.add(hello.info.rank)
             _reply(connection, refusal_of(error))
             self._refuse(error)
         else:
-            self._accept(connection, info)
+            self._accept(connection, hello.info)
 
     def _accept(self, connection: Connection, info: RankInfo) -> None:
         self._present[info.rank] = info
@@ -217,11 +203,8 @@ class Coordinator:
         """Return the error that this hello causes, or that has already ended the start."""
         if isinstance(self._decision, RendezvousError):
             return self._decision
-        if self._decision is not None:
-            return _too_late(hello, self._decision)
-        difference = difference_between(self._hello, hello)
-        if difference is not None:
-            return RendezvousError(difference)
+        if hello.world_size != self._hello.world_size:
+            return _different_sizes(self._hello, hello)
         known = self._present.get(hello.info.rank)
         return None if known is None else _duplicate(known, hello.info)
 
@@ -258,7 +241,7 @@ class Coordinator:
                 f" {present}; check that every rank is running and can reach rank 0, or raise"
                 " init_timeout"
             )
-            self._refuse(MissingRanksError(sentence, missing=tuple(missing)))
+            self._refuse(RendezvousError(sentence, missing=tuple(missing)))
 
 
 def _reply(connection: Connection, body: Message) -> None:
@@ -280,11 +263,10 @@ def _other_run(where: str, own: Hello, other: Hello) -> RendezvousError:
     )
 
 
-def _too_late(hello: Hello, table: tuple[RankInfo, ...]) -> RendezvousError:
+def _different_sizes(own: Hello, other: Hello) -> RendezvousError:
     return RendezvousError(
-        f"another run of {len(table)} ranks is active at {hello.init_method} with {table[0]}, and"
-        f" {hello.info} of {hello.world_size} cannot join it; stop that run, or choose another"
-        " init_method for this one"
+        f"world_size must be the same on all ranks: {own.info} has {own.world_size}, {other.info}"
+        f" has {other.world_size}; start every rank with the same settings"
     )
 
 

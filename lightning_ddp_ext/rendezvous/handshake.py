@@ -24,13 +24,13 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from torch.distributed import Store, TCPStore
 
-from lightning_ddp_ext.errors import MissingRanksError, RendezvousError
+from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
@@ -58,7 +58,6 @@ class Connections:
         store_sockets: the sockets of the connection to the store.
         route: the address at which ranks on other hosts can reach this host; empty if
             all ranks are on this host.
-        withdraw: on rank 0, removes the published address.
     """
 
     channel: Channel
@@ -66,7 +65,6 @@ class Connections:
     store: Store
     store_sockets: OpenedSockets | None = None
     route: str = ""
-    withdraw: Callable[[], None] = lambda: None
 
 
 class Link(NamedTuple):
@@ -101,7 +99,8 @@ class Handshake:
         self._channel = channel
         self._deadline = deadline
         self._replies: Message = {}  # to the latest hello, as in the table of the module
-        self._last_error = OSError("not tried")
+        # Text, since an exception keeps the frames of the Trainer's run.
+        self._last_reason = "not tried"
         self._published: Address | None = None
         self._where = ""  # the latest address that accepted a connection, for messages
         channel.on_message("handshake", self._handle_message)
@@ -147,7 +146,7 @@ class Handshake:
                 raise RendezvousError(sentence)
             self._published = self._endpoint.look_up()
             if self._published is None:
-                self._last_error = OSError("rank 0 has not published its address there")
+                self._last_reason = "rank 0 has not published its address there"
                 continue
             link = self._try(self._published)
             if link is not None:
@@ -161,7 +160,8 @@ class Handshake:
                 return self.send_hello(host, address)
             except OSError as error:
                 # A name may become resolvable only when its host is up.
-                self._last_error = error
+                is_late = isinstance(error, TimeoutError)
+                self._last_reason = "timed out" if is_late else str(error.strerror or error)
         return None
 
     def send_hello(self, host: str, address: Address) -> Link:
@@ -217,25 +217,25 @@ class Handshake:
             where = f"{self._endpoint.where.host}:{self._endpoint.where.port}"
             remedy = "that its host has this address"
         else:
-            where = self._hello.init_method
+            where = self._request.init_method
             remedy = (
                 "that it uses the same init_method (a file must be on a disk that all hosts share)"
             )
         return RendezvousError(
             f"{self._hello.info} did not find rank 0 at {where} within {self._deadline.seconds:g} s"
-            f" ({self._last_reason()}); check that rank 0 is running, {remedy}, and that no"
-            " firewall blocks the connection"
+            f" ({self._reason_and_publisher()}); check that rank 0 is running, {remedy}, and that"
+            " no firewall blocks the connection"
         )
 
-    def _last_reason(self) -> str:
+    def _reason_and_publisher(self) -> str:
         """Return why the last attempt failed, and who published the address."""
-        reason = str(self._last_error.strerror or self._last_error)
-        if isinstance(self._last_error, TimeoutError):
-            reason = "timed out"
         published = self._published
-        if published is not None and published.pid:
-            reason += f"; pid {published.pid} on host {published.host} published its address there"
-        return reason
+        if published is None or not published.pid:
+            return self._last_reason
+        return (
+            f"{self._last_reason}; pid {published.pid} on host {published.host} published its"
+            " address there"
+        )
 
     # Waiting for the other ranks.
 
@@ -310,12 +310,10 @@ def gave_up_error(info: RankInfo, error: BaseException) -> RendezvousError:
 
 def refusal_of(error: RendezvousError) -> Message:
     """Return the message that informs a rank of a failed start."""
-    return {"refused": [type(error).__name__, str(error), *getattr(error, "missing", ())]}
+    return {"refused": [str(error), *error.missing]}
 
 
 def error_in(refused: Sequence[Any]) -> RendezvousError:
     """Return the error from the content of a refusal."""
-    kind, sentence, *missing = refused
-    if kind == MissingRanksError.__name__:
-        return MissingRanksError(sentence, missing=tuple(missing))
-    return RendezvousError(sentence)
+    sentence, *missing = refused
+    return RendezvousError(sentence, missing=tuple(missing))

@@ -76,20 +76,12 @@ class NamedBarriers:
         # By number: the calls of all ranks on rank 0, and elsewhere only those of rank 0.
         self._waiting: dict[int, list[Call]] = {}
         self.awaited: Call | None = None
-        self.reset_counts()
-        peers.on("call", self._record_call)
-        peers.on("open", self._open_barrier)
-        peers.on("overdue", self._report_overdue)
-
-    def reset_counts(self) -> None:
-        """Reset the counts of calls and steps.
-
-        All ranks must do this together, while none of them is in a call.
-        """
         self.made = 0
         self._steps = 0  # that this rank has started
         self._open = 0  # the number of the last call that all ranks have started
-        self._waiting.clear()
+        peers.on("call", self._record_call)
+        peers.on("open", self._open_barrier)
+        peers.on("overdue", self._report_overdue)
 
     def advance(self) -> None:
         """Advance this rank's step counter, so that a skipped call can be detected.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError, RankHungError
+from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError
 from lightning_ddp_ext.forced_exit import ForcedExit
 from lightning_ddp_ext.ranks import RemoteTraceback, shortened
 from lightning_ddp_ext.rendezvous.channel import Channel, Handler
@@ -26,7 +26,7 @@ _ERRORS: dict[Kind, type[RankFailedError]] = {
     "failed": RankFailedError,
     "left": RankFailedError,
     "absent": RankAbsentError,
-    "hung": RankHungError,
+    "hung": RankAbsentError,
 }
 _LONGEST_TEXT = 1 << 15  # characters of a reason or a traceback, well below MAX_MESSAGE
 

@@ -11,8 +11,10 @@ between two Trainers of all ranks, a second one of this rank only, which is then
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,8 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from lightning_ddp_ext.at_exit import at_exit
-from lightning_ddp_ext.errors import DDPExtError, GroupInUseError
+from lightning_ddp_ext.errors import ConfigurationError, DDPExtError
 from lightning_ddp_ext.forced_exit import exit_now
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.ranks import reason_of
@@ -115,7 +116,7 @@ class ProcessContext:
         It gets their init method and endpoint, also if the ranks connect again.
 
         Raises:
-            GroupInUseError: the request has another rank, world size or init method.
+            ConfigurationError: the request has another rank, world size or init method.
             RankFailedError: a rank died, or a rank failed and this rank has not raised
                 the error yet.
         """
@@ -124,14 +125,14 @@ class ProcessContext:
         world = request.world
         connected = self.groups.request
         if (world.rank, world.world_size) != (self.world.rank, self.world.world_size):
-            raise GroupInUseError(
+            raise ConfigurationError(
                 f"this process is already rank {self.world.rank} of {self.world.world_size}, but"
                 f" this Trainer needs it to be rank {world.rank} of {world.world_size}; use the"
                 " same devices and num_nodes for every Trainer of a script, or call"
                 " torch.distributed.destroy_process_group() before a Trainer with one device"
             )
         if request.is_explicit and request.init_method != connected.init_method:
-            raise GroupInUseError(
+            raise ConfigurationError(
                 f"this process's group was formed with init_method {connected.init_method!r}, but"
                 f" this Trainer requests {request.init_method!r}; use the same init_method for"
                 " every Trainer of a script"
@@ -199,7 +200,6 @@ class ProcessContext:
             self.groups.close(is_broken=self.peers.cause is not None)
         finally:
             self.groups.release()
-            self._connections.withdraw()
             self._connections.channel.close()
             self.peers.record_raised()
         if self.groups.is_abort_stuck:
@@ -235,9 +235,8 @@ def join(request: Request) -> ProcessContext | None:
 
     Raises:
         ConfigurationError: the environment has a different value for a variable of the
-            request.
+            request, or this process already has a group that does not match.
         RendezvousError: the ranks did not connect within ``init_timeout``.
-        GroupInUseError: this process already has a group that does not match.
         RankFailedError: a rank died or failed, earlier or during this call.
     """
     use_device(request.device)
@@ -309,9 +308,7 @@ def connect(request: Request, deadline: Deadline) -> Connections:
     """Connect to the other ranks. Collective."""
     world = request.world
     channel = Channel(request.timeouts.heartbeat)
-    hello = Hello(
-        RankInfo(world.rank), world.world_size, request.init_method, request.versions, request.run
-    )
+    hello = Hello(RankInfo(world.rank), world.world_size, request.run)
     if world.world_size == 1:
         return Connections(channel, (hello.info,), HashStore())
     connector = Coordinator if world.is_rank_zero else Handshake
@@ -350,6 +347,15 @@ def leave() -> None:
         _contexts.pop().close()
 
 
+def at_exit(action: Callable[[], None]) -> None:
+    """Run ``action`` at the exit of this process.
+
+    It also runs in children of multiprocessing, which skip ``atexit`` handlers.
+    """
+    # A Finalize runs only once, and only in the process that has made it.
+    atexit.register(multiprocessing.util.Finalize(None, action, exitpriority=100))
+
+
 def _exit_if_stuck() -> None:
     """Exit after everything else if an abort did not return.
 
@@ -376,7 +382,7 @@ def _adopt_foreign_group(request: Request) -> None:
     world_size = dist.get_world_size()
     world = request.world
     if request.is_explicit or (rank, world_size) != (world.rank, world.world_size):
-        raise GroupInUseError(
+        raise ConfigurationError(
             f"a process group that lightning_ddp_ext did not open is in use (rank {rank} of"
             f" {world_size}), but this Trainer needs rank {world.rank} of {world.world_size} with"
             f" init_method {request.init_method}; call"

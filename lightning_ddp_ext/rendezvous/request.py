@@ -1,4 +1,4 @@
-"""Describe what a Trainer requests, and find settings that differ between ranks."""
+"""Describe what a Trainer requests, and what each rank sends when it connects."""
 
 from __future__ import annotations
 
@@ -66,7 +66,6 @@ class Request:
         is_explicit: whether the user chose the init method.
         has_one_device: whether this rank's tensors are all on ``device``.
         variables: environment variables to set while the process group is open.
-        versions: the versions of packages, which must be the same on all ranks.
         run: the launcher's name for this run, which must be the same on all ranks;
             empty if it has none.
         launch_failure: returns a sentence if a rank exited and cannot connect.
@@ -83,7 +82,6 @@ class Request:
     is_explicit: bool = True
     has_one_device: bool = True
     variables: dict[str, str] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
     run: str = ""
     launch_failure: Callable[[], str | None] = lambda: None
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -109,14 +107,11 @@ class RankInfo:
 class Hello:
     """The description that a rank sends when it connects.
 
-    ``versions`` maps a package to its version; ``run`` is the launcher's name for the
-    run.
+    ``run`` is the launcher's name for the run.
     """
 
     info: RankInfo
     world_size: int
-    init_method: str
-    versions: dict[str, str]
     run: str = ""
 
     @staticmethod
@@ -127,33 +122,6 @@ class Hello:
             world_size = int(values["world_size"])
             if type(info.rank) is not int or not 0 <= info.rank < world_size:
                 return None
-            return Hello(
-                info,
-                world_size,
-                str(values["init_method"]),
-                dict(values["versions"]),
-                str(values["run"]),
-            )
+            return Hello(info, world_size, str(values["run"]))
         except (KeyError, TypeError, ValueError):
             return None
-
-    def settings(self) -> dict[str, str]:
-        """Return the settings that must be the same on all ranks, by name."""
-        versions = {f"the version of {name}": version for name, version in self.versions.items()}
-        return {"world_size": str(self.world_size), **versions}
-
-
-def difference_between(first: Hello, second: Hello) -> str | None:
-    """Describe the first setting that wrongly differs between two ranks, if any."""
-    low, high = sorted([first, second], key=lambda hello: hello.info.rank)
-    low_settings = low.settings()
-    high_settings = high.settings()
-    for name in {**low_settings, **high_settings}:
-        low_value = low_settings.get(name, "none")
-        high_value = high_settings.get(name, "none")
-        if low_value != high_value:
-            return (
-                f"{name} must be the same on all ranks: {low.info} has {low_value}, {high.info} has"
-                f" {high_value}; start every rank with the same settings and the same installation"
-            )
-    return None

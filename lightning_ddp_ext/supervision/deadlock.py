@@ -14,25 +14,13 @@ from lightning_ddp_ext.rank_lists import activities_in_words, grouped, listed
 from lightning_ddp_ext.rendezvous.named_barrier import SAME_CALLS, remedies_of
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.request import RankInfo
-from lightning_ddp_ext.supervision.flight_recorder import Collective, GroupProgress, Purpose
+from lightning_ddp_ext.supervision.flight_recorder import Collective, GroupProgress
 from lightning_ddp_ext.supervision.status import Status
 
 # Functions whose inputs must have the same number of elements on all ranks.
 _OF_SAME_SIZE = ("all_reduce", "broadcast", "reduce")
 # Seconds of processor time between two statuses; a thread that waits takes none.
 _COMPUTING = 0.01
-_REMEDIES: dict[Purpose, str] = {
-    "logged values": "log the same values in the same number of steps on every rank",
-    "metric": (
-        "compute the metric on every rank, and let every rank run the same number of evaluation"
-        " steps"
-    ),
-    "backward": (
-        "let every rank run as many backward passes: if a batch has no targets, return a loss that"
-        " depends on the model, such as 0 * output.sum(), and use the same callbacks and"
-        " accumulate_grad_batches on every rank"
-    ),
-}
 _TAKES_LONGER = (
     "make sure that every rank makes the same calls; if one takes longer, pass a longer timeout to"
     " the strategy"
@@ -66,9 +54,7 @@ class Deadlock:
 
     def _remedies(self) -> str:
         awaited = [status.awaited for status in self.statuses if status.awaited is not None]
-        purposes = {pending.collective.purpose for pending in _pending_in(self.statuses)}
-        by_purpose = (remedy for purpose, remedy in _REMEDIES.items() if purpose in purposes)
-        return "; ".join([*remedies_of(awaited), *by_purpose]) or SAME_CALLS
+        return "; ".join(remedies_of(awaited)) or SAME_CALLS
 
     # Compared with the same deadlock, found earlier: its statuses are of the same ranks.
 

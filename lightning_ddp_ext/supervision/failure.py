@@ -1,4 +1,4 @@
-"""Determine whether this rank or another one caused an exception.
+"""Determine whether this rank or another one caused an exception, and print it.
 
 If another rank fails or exits, a collective or the store of this rank breaks, and its
 main thread raises an exception that does not name the other rank. The place where an
@@ -10,6 +10,7 @@ exceptions are this rank's own, and this rank announces them.
 from __future__ import annotations
 
 import dis
+import sys
 import traceback
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousError
 from lightning_ddp_ext.forced_exit import print_in_time
-from lightning_ddp_ext.ranks import chain_of
+from lightning_ddp_ext.ranks import chain_of, reason_of
 from lightning_ddp_ext.rendezvous.peers import PeerEvent
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.rendezvous.runs import current_run, start_run
@@ -34,6 +35,8 @@ from lightning_ddp_ext.supervision.stacks import (
 
 T = TypeVar("T")
 Rescue = Callable[[BaseException], object]
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+_hook_behind: Hook | None = None  # the hook that ours replaced and calls, once installed
 
 _RAISING = ("RAISE_VARARGS", "RERAISE")
 
@@ -50,9 +53,8 @@ def supervised(
     """Call ``function``, and report its exception or find the rank that caused it.
 
     Every rank runs its part of a job through this function. A rank's own exception is
-    raised unchanged; it is also announced, unless every rank raises one. An exception
-    that only follows from another rank's exit is replaced by an error that names that
-    rank.
+    announced and raised unchanged. An exception that only follows from another rank's
+    exit is replaced by an error that names that rank.
 
     Args:
         function: called with the further arguments.
@@ -74,7 +76,7 @@ def supervised(
             raise
         except BaseException as exception:
             run.has_failed = True
-            explanation = explain(exception, rescue, is_caught=True)
+            explanation = explain(exception, rescue)
             if run.is_outermost:
                 _limit_exit(handler)
             if explanation is exception:
@@ -89,9 +91,7 @@ def _limit_exit(handler: FrameType | None) -> None:
         session.stops.limit_exit(is_needed=lambda: handler is None or is_main_thread_in(handler))
 
 
-def explain(
-    exception: BaseException, rescue: Rescue = lambda exception: None, *, is_caught: bool = False
-) -> BaseException:
+def explain(exception: BaseException, rescue: Rescue = lambda exception: None) -> BaseException:
     """Announce an exception to the other ranks, or find the rank that caused it.
 
     This takes some seconds if other ranks are involved.
@@ -100,8 +100,6 @@ def explain(
         exception: the exception.
         rescue: called with the exception; if another rank caused it, before this rank's
             groups are closed.
-        is_caught: whether the caller may catch the exception. If every rank raises one,
-            it is then not announced, so the groups stay intact.
 
     Returns:
         The exception, or the error of the rank that caused it.
@@ -123,12 +121,9 @@ def explain(
         if not is_aborted:
             _print_replaced(exception, context)
         return _replacement(exception, event, context, rescue)
-    # After an error of the device, torch's watchdog may end this process at any time.
-    may_wait = is_caught and not isinstance(exception, torch.AcceleratorError)
-    if not (may_wait and session.exceptions.is_common()):
-        if context.groups.uses_nccl:
-            rescue(exception)  # aborting NCCL might change the weights
-        context.announce_failure(exception, "".join(traceback.format_exception(exception)))
+    if context.groups.uses_nccl:
+        rescue(exception)  # aborting NCCL might change the weights
+    context.announce_failure(exception, "".join(traceback.format_exception(exception)))
     rescue(exception)
     return exception
 
@@ -234,3 +229,57 @@ def _innermost(exception: BaseException) -> TracebackType | None:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace
+
+
+# Printing an exception: the traceback, or one line if another rank caused it.
+
+
+def install_excepthook(earlier: Hook) -> None:
+    """Put our ``sys.excepthook`` in front of the others, or keep it there.
+
+    Called after the ranks have connected: for each group, torch puts a hook that delays
+    output in front.
+
+    Args:
+        earlier: the hook before that. From the second call on, it is ours, or one that
+            the user has put in front of ours, and is reinstated.
+    """
+    global _hook_behind
+    if _hook_behind is None:
+        _hook_behind = sys.excepthook
+        sys.excepthook = _excepthook
+    else:
+        sys.excepthook = earlier
+
+
+def _excepthook(
+    kind: type[BaseException], exception: BaseException, trace: TracebackType | None
+) -> None:
+    assert _hook_behind is not None
+    session = current_session()
+    if session is None or isinstance(exception, RendezvousError):
+        _hook_behind(kind, exception, trace)
+        return
+    if not session.context.peers.has_raised:
+        # Other ranks may be waiting for this one outside of Trainer calls as well.
+        explanation = explain(exception)
+        if explanation is not exception:
+            explanation.__cause__ = exception
+            exception = explanation
+    if isinstance(exception, RankFailedError):
+        print_line(exception)
+    else:
+        _hook_behind(kind, exception, trace)
+        sys.stderr.flush()
+    has_prompt = hasattr(sys, "ps1") or sys.flags.inspect
+    if not has_prompt:  # this process exits
+        session.stops.limit_exit()
+
+
+def print_line(exception: BaseException) -> None:
+    """Print this rank's number, and the type and first line of an exception."""
+    context = current()
+    who = "" if context is None else f"[rank {context.world.rank}] "
+    line = reason_of(exception).partition("\n")[0]
+    sys.stderr.write(f"{who}{line}\n")
+    sys.stderr.flush()

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,13 +32,6 @@ _DUMPED_WITHIN = 2.0  # seconds; shorter than the time in which a rank must push
 # The share of its timeout after which a collective counts as timed out. A rank may have
 # entered its last collective a little after the one that timed out.
 _SHARE_OF_TIMEOUT = 0.9
-Purpose = Literal["logged values", "metric", "backward", ""]
-# Parts of paths of files on the stack of a collective, which reveal its purpose.
-_PURPOSES: dict[str, Purpose] = {
-    "/lightning_ddp_ext/reductions/": "logged values",
-    "/torchmetrics/": "metric",
-    "/torch/autograd/": "backward",
-}
 
 _Entry = Mapping[str, Any]  # of a collective, send or receive, in a recorder's contents
 
@@ -55,8 +48,6 @@ class Collective:
     """The number of elements of its inputs."""
     place: str = ""
     """File and line in the user's code."""
-    purpose: Purpose = ""
-    """Its purpose; empty if its stack does not reveal it."""
 
 
 @dataclass(frozen=True)
@@ -281,12 +272,4 @@ def _collective(entry: _Entry) -> Collective:
         str(sizes) if sizes else "",
         sum(math.prod(size) for size in sizes),
         call_site_in((frame["filename"], frame["line"]) for frame in stack),
-        _purpose_in(stack),
     )
-
-
-def _purpose_in(stack: list[dict[str, Any]]) -> Purpose:
-    for path, purpose in _PURPOSES.items():
-        if any(path in frame["filename"] for frame in stack):
-            return purpose
-    return ""

@@ -151,8 +151,10 @@ class GracefulStop:
     def request_stop(self, signum: int) -> None:
         """Have all ranks stop; for any thread, but not for a signal handler.
 
-        Further requests have no effect.
+        Further requests have no effect, nor have those after a failure.
         """
+        if self._peers.cause is not None:
+            return
         request = StopRequest(signum, self._peers.rank, self._peers.mine.host, self._job)
         self._limit_stop(request)
         self._peers.tell([0], "stop", {"request": asdict(request)})

@@ -6,13 +6,12 @@ from typing import cast
 
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current, join
 from lightning_ddp_ext.rendezvous.request import Request
-from lightning_ddp_ext.supervision.common_exception import CommonException
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
 from lightning_ddp_ext.supervision.status_table import StatusTable
 
 
 class Session:
-    """This rank's part in statuses, stops and common exceptions.
+    """This rank's part in statuses and stops.
 
     A session is built when the ranks have connected, and lasts until they disconnect.
     Messages of other ranks that arrive earlier are kept for it.
@@ -21,14 +20,12 @@ class Session:
         context: the connections and process groups.
         statuses: finds the rank that others wait for.
         stops: stops all ranks together after a signal.
-        exceptions: determines whether every rank raises.
     """
 
     def __init__(self, context: ProcessContext) -> None:
         self.context = context
         self.statuses = StatusTable(context)
         self.stops = GracefulStop(context, self.statuses.raise_if_a_rank_is_silent)
-        self.exceptions = CommonException(context)
 
 
 def start_session(request: Request) -> Session | None:

@@ -14,15 +14,8 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Collection
-from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any
-
-from lightning_ddp_ext.forced_exit import ForcedExit
-
-# Seconds within which a process that exits because of another rank prints the cause.
-_SECONDS_TO_PRINT = 6.0
 
 # The objects whose handlers are installed; a forked child drops them.
 _installed: weakref.WeakSet[StopSignals] = weakref.WeakSet()
@@ -68,26 +61,15 @@ class StopSignals:
         handled = {each for each in signals if signal.getsignal(each) is not signal.SIG_IGN}
         self._listener = _Listener(handled, self._on_signal)
         for signum in handled:
-            earlier = signal.signal(signum, self._handle)
-            is_deferral = isinstance(earlier, DeferredSigterm)
-            self._earlier_handlers[signum] = signal.SIG_DFL if is_deferral else earlier
+            self._earlier_handlers[signum] = signal.signal(signum, self._handle)
         _installed.add(self)
 
-    def restore(self, *, defers_sigterm: bool = False) -> None:
-        """Reinstate the earlier handlers, except where ours has been replaced since.
-
-        With ``defers_sigterm``, SIGTERM then ends this process some seconds later, if
-        it had no handler: launchers send it to the other ranks as soon as one rank dies
-        or fails, before they can print the cause.
-        """
+    def restore(self) -> None:
+        """Reinstate the earlier handlers, except where ours has been replaced since."""
         listener = self._listener
-        if listener is None:
-            return
-        # Before our handler is removed, so that SIGTERM never ends this process early.
-        if defers_sigterm and self._earlier_handlers.get(signal.SIGTERM) is signal.SIG_DFL:
-            self._earlier_handlers[signal.SIGTERM] = DeferredSigterm()
-        self._reinstate()
-        listener.stop()
+        if listener is not None:
+            self._reinstate()
+            listener.stop()
 
     def _reinstate(self) -> None:
         _installed.discard(self)
@@ -99,7 +81,7 @@ class StopSignals:
             if is_unchanged and earlier is not None:
                 signal.signal(signum, earlier)
         assert self._listener is not None
-        self._listener.reinstate_earlier_descriptor()
+        signal.set_wakeup_fd(self._listener.earlier_descriptor)
         self._listener = None
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
@@ -128,6 +110,9 @@ class _Listener:
     Args:
         signals: the signals that count.
         on_signal: called in the thread.
+
+    Attributes:
+        earlier_descriptor: the one to which Python's C handler wrote before.
     """
 
     def __init__(self, signals: Collection[int], on_signal: Callable[[int], None]) -> None:
@@ -137,7 +122,7 @@ class _Listener:
         reader.setblocking(True)  # regardless of socket.setdefaulttimeout
         self._writer.setblocking(False)
         # Python's C handler writes to this descriptor from now on.
-        self._earlier_descriptor = signal.set_wakeup_fd(
+        self.earlier_descriptor = signal.set_wakeup_fd(
             self._writer.fileno(), warn_on_full_buffer=False
         )
         self._thread = threading.Thread(
@@ -148,51 +133,14 @@ class _Listener:
     def _listen(self, reader: socket.socket) -> None:
         with reader:
             while numbers := reader.recv(64):
-                if self._earlier_descriptor >= 0:
-                    with suppress(OSError):
-                        os.write(self._earlier_descriptor, numbers)
                 for signum in self._signals.intersection(numbers):
                     self._on_signal(signum)
-
-    def reinstate_earlier_descriptor(self) -> None:
-        """Have Python write to the earlier descriptor, unless ours was replaced."""
-        current = signal.set_wakeup_fd(self._earlier_descriptor)
-        if current != self._writer.fileno():
-            signal.set_wakeup_fd(current)
 
     def stop(self) -> None:
         """End the thread, after it has handled what has arrived."""
         self._writer.shutdown(socket.SHUT_RDWR)  # also works if a forked child has a copy
         self._writer.close()
         self._thread.join()
-
-
-class DeferredSigterm:
-    """A handler that ends this process some seconds after it was made.
-
-    The exit status is that of SIGTERM. The handler's thread starts in advance, since a
-    handler that starts a thread may deadlock.
-    """
-
-    def __init__(self) -> None:
-        self._has_arrived = False
-        self._time_is_up = False
-        ForcedExit("ddpx-sigterm").start(
-            _SECONDS_TO_PRINT, status_of(signal.SIGTERM), lambda: "", is_needed=self._expire
-        )
-
-    def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """Record the signal, or end the process if the time is up."""
-        # Set before the check; the thread uses the opposite order.
-        self._has_arrived = True
-        if self._time_is_up:
-            signal.signal(signum, signal.SIG_DFL)
-            signal.raise_signal(signum)
-
-    def _expire(self) -> bool:
-        """Return whether a signal has arrived, so that the process must exit."""
-        self._time_is_up = True
-        return self._has_arrived
 
 
 def _drop_in_child() -> None:
@@ -202,27 +150,9 @@ def _drop_in_child() -> None:
     """
     for signals in list(_installed):
         signals._reinstate()
-    if isinstance(signal.getsignal(signal.SIGTERM), DeferredSigterm):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 os.register_at_fork(after_in_child=_drop_in_child)
-
-
-def has_handler(signum: signal.Signals) -> bool:
-    """Whether a signal is ignored or has a handler, in Python or in C."""
-    if signal.getsignal(signum) is not signal.SIG_DFL:
-        return True
-    # Python does not report handlers in C, but the kernel lists them.
-    status = Path("/proc/self/status").read_text()
-    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-    mask = int(caught.split()[1], 16)
-    return bool(mask >> (signum - 1) & 1)
-
-
-def without_handler(*signals: signal.Signals) -> list[signal.Signals]:
-    """Return the signals that would end this process: neither handled nor ignored."""
-    return [signum for signum in signals if not has_handler(signum)]
 
 
 def status_of(signum: int) -> int:

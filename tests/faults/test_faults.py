@@ -90,7 +90,7 @@ BOUNDS: dict[FaultKind | Literal["launcher"], float] = {
     "cut": LIMITS["heartbeat_timeout"] + 3 + TO_END,
     "stop": LIMITS["timeout"] + 5 + 5 + TO_END,  # it is asked, and has 5 s to answer
     "term": LIMITS["save_deadline"],
-    "launcher": 4 + LIMITS["save_deadline"],
+    "launcher": LIMITS["save_deadline"],
 }
 
 
@@ -453,12 +453,10 @@ def wrong_output(case: Case, output: str) -> Iterator[str]:
 
 def cause_of(fault: Fault) -> str:
     """Return a pattern of the cause that the output names."""
-    if fault.kind == "term":
+    if fault.kind == "term" or fault.rank is None:  # the kernel sends SIGTERM to the ranks
         return "all ranks stop after step"
     if fault.kind == "cut":
         return "no sign of life from its host"
-    if fault.rank is None:
-        return r"the launcher of this process \(pid \d+\)"
     return rf"Rank\w+Error: .*\brank {fault.rank} \(host"
 
 

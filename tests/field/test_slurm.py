@@ -290,7 +290,7 @@ def test_a_missing_task_is_named(slurm: Slurm, tmp_path: Path) -> None:
     """The first task raises an error after ``init_timeout``, and the job fails."""
     job = submit(slurm, tmp_path, "init_timeout=3", start=LATE)
     assert job.wait() == FAILED, job.output
-    assert re.search(r"MissingRanksError: rank 1 of 2 did not connect to tcp://n1:\d+", job.output)
+    assert re.search(r"RendezvousError: rank 1 of 2 did not connect to tcp://n1:\d+", job.output)
 
 
 METHODS = [
@@ -337,21 +337,22 @@ def test_two_ranks_train_in_an_interactive_job(
     assert train.weights_in(ended.stdout) == undisturbed
 
 
-def test_one_of_two_steps_with_the_same_port_trains(
+def test_two_steps_with_the_same_port_do_not_mix(
     slurm: Slurm, undisturbed: set[str], tmp_path: Path
 ) -> None:
-    """The ranks of one step train, and those of the other raise an error."""
+    """The ranks of one step train; those of the other raise an error, or train later."""
     step = f"srun --exact --ntasks-per-node=2 --ntasks=2 python {TRAIN}"
     options = ["--nodes=1", "--ntasks-per-node=4"]
     job = slurm.submit(*options, f"--wrap={step} root=a & {step} root=b & wait", cwd=tmp_path)
     assert job.wait() == FINISHED, job.output
-    assert len(re.findall(r"^weights", job.output, re.MULTILINE)) == 2, job.output
+    trained = len(re.findall(r"^weights", job.output, re.MULTILINE))
     assert weights_of(job) == undisturbed
     refused = (
         r"^\S*RendezvousError: rank 0 at tcp://n1:\d+ .+ another run \(SLURM_JOB_ID=.+\) than rank"
         r" (\d)"
     )
-    assert sorted(re.findall(refused, job.output, re.MULTILINE)) == ["0", "1"], job.output
+    others = sorted(re.findall(refused, job.output, re.MULTILINE))
+    assert (trained, others) in [(2, ["0", "1"]), (4, [])], job.output
 
 
 class Mistake(NamedTuple):
@@ -366,10 +367,6 @@ class Mistake(NamedTuple):
 DIFFERENT = "devices * num_nodes must equal world_size"
 IGNORED = "Lightning ignores SLURM in a job named {!r}"
 MISTAKES = [
-    pytest.param(
-        Mistake("this script runs without srun", start="python"),
-        id="without srun",
-    ),
     pytest.param(
         Mistake(IGNORED.format("bash"), options=f"{ONE_NODE} --job-name=bash"),
         id="a job named bash",

@@ -133,7 +133,7 @@ METRIC = r"barrier #\d+"
 FINAL_BARRIER = "the final barrier of the Trainer's run"
 # The remedies in these messages.
 LOG_DIR = r"such as trainer\.log_dir, on every rank"
-BACKWARD = "return a loss that depends on the model.*same callbacks and accumulate_grad_batches"
+SAME_CALLS = "make sure that every rank makes the same calls in the same order"
 # A setting, the calls in which ranks 0 and 1 then wait, and the remedy.
 DEADLOCKS = [
     pytest.param(
@@ -151,31 +151,31 @@ DEADLOCKS = [
     pytest.param(
         partial(leave_out_targets, step=1, has_buffers=True),
         [GRADIENTS_OF_NET, BUFFERS_OF_NET],
-        BACKWARD,
+        SAME_CALLS,
         id="no targets in a step",
     ),
     pytest.param(
         partial(leave_out_targets, step=3),
         [GRADIENTS_OF_LINEAR, LOGGED_VALIDATION_LOSS],
-        BACKWARD,
+        SAME_CALLS,
         id="no targets in the last step",
     ),
     pytest.param(
         partial(call_on_one_rank, hook="on_train_batch_end", call=gather, earlier=1),
         [GATHER, GRADIENTS_OF_LINEAR],
-        BACKWARD,
+        SAME_CALLS,
         id="callbacks",
     ),
     pytest.param(
         call_in_own_group_on_rank_0,
         [OWN_REDUCTION, GRADIENTS_OF_LINEAR],
-        BACKWARD,
+        SAME_CALLS,
         id="two groups",
     ),
     pytest.param(
         validate_on_rank_0,
         [METRIC, FINAL_BARRIER],
-        "the same number of evaluation steps",
+        r"if the ranks have different numbers of batches",
         id="no batch for a metric",
     ),
 ]

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtStrategy
 from tests.harness import training
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import RankProcesses, announce, free_port, hold, run_ranks
 from tests.harness.training import Net
 
 
@@ -60,6 +61,45 @@ def test_groups_formed_one_after_another_free_their_sockets_and_threads(
         # some for each group.
         assert last.descriptors <= second.descriptors + 1, resources
         assert last.threads <= second.threads + 1, resources
+
+
+def kept_by_late_start(rank: int, world_size: int, url: str) -> list[str]:
+    """Fit, on rank 0 only after another rank has failed to connect to it; return what is
+    in memory once the script has dropped it.
+    """
+    if rank == 0:
+        hold("late")
+    else:
+        sys.addaudithook(AnnounceSecondAttempt())
+    trainer = training.make_trainer(DDPExtStrategy(url), max_steps=1)
+    model = Net()
+    parts = [weakref.ref(part) for part in (trainer, trainer.strategy, model)]
+    trainer.fit(model)
+    del trainer, model
+    gc.collect()
+    return [type(part()).__name__ for part in parts if part() is not None]
+
+
+class AnnounceSecondAttempt:
+    """An audit hook that announces a second attempt to connect."""
+
+    def __init__(self) -> None:
+        self.attempts = 0
+
+    def __call__(self, event: str, arguments: Any) -> None:
+        if event == "socket.connect":
+            self.attempts += 1
+            if self.attempts == 2:
+                announce("refused")
+
+
+def test_a_rank_that_was_refused_at_first_frees_its_trainer() -> None:
+    """Rank 0 starts last."""
+    with RankProcesses(kept_by_late_start, 2, f"tcp://127.0.0.1:{free_port()}") as ranks:
+        ranks.wait_for("late", 0)
+        ranks.wait_for("refused", 1)
+        ranks.release(0)
+        assert [outcome.result for outcome in ranks.wait()] == [[], []]
 
 
 class Reloaded(Net):

@@ -11,7 +11,7 @@ import signal
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -143,26 +143,22 @@ def test_hardly_anything_is_replaced_in_a_run_and_nothing_after_it(
 
 
 class Played(NamedTuple):
-    """A run with a callback, and what it leaves changed in its process."""
+    """A run with a callback."""
 
     run: str
     make_callback: Callable[[], L.Callback] = L.Callback
-    leaves: Set[str] = frozenset()
 
 
 BATCH_END = "on_train_batch_end"
-DEFERRED = {"SIGTERM", "SigCgt"}  # SIGTERM waits for some seconds
 RUNS = {
     "fit": Played("fit"),
     "validate": Played("validate"),
     "test": Played("test"),
     "predict": Played("predict"),
     "stopped": Played("fit", partial(training.At, BATCH_END, supervision.terminate)),
-    "failed": Played("fit", partial(training.At, BATCH_END, supervision.boom), DEFERRED),
-    "interrupted": Played("fit", partial(training.At, BATCH_END, supervision.interrupt), DEFERRED),
-    "interrupted in setup": Played(
-        "fit", partial(training.At, "setup", supervision.interrupt), DEFERRED
-    ),
+    "failed": Played("fit", partial(training.At, BATCH_END, supervision.boom)),
+    "interrupted": Played("fit", partial(training.At, BATCH_END, supervision.interrupt)),
+    "interrupted in setup": Played("fit", partial(training.At, "setup", supervision.interrupt)),
     "fit after failures": Played("fit"),
 }
 
@@ -237,9 +233,9 @@ def test_a_run_leaves_its_process_as_it_was(tmp_path: Path) -> None:
     """A process is unchanged after a run, however it ends, and what the run used is freed
     with the script's last reference to it.
 
-    Only the channel stays, and after a failure SIGTERM waits for some seconds.
+    Only the channel stays.
     """
-    expected = {name: played.leaves for name, played in RUNS.items()} | {"setup_environment": set()}
+    expected: dict[str, set[str]] = {name: set() for name in (*RUNS, "setup_environment")}
     by_rank = training.on_ranks("ours", changed_by_runs, tmp_path, env={"OMP_NUM_THREADS": "1"})
     for changed_by_run in by_rank:
         left = {run: set(filter(is_left_over, names)) for run, names in changed_by_run.items()}

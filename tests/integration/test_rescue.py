@@ -164,7 +164,7 @@ ORPHANED = """
 
     stuck = At("on_exception", lambda trainer: threading.Event().wait())
     kill = Kill("on_after_backward", earlier=5, ranks=[0])
-    popen = {"start_method": "popen"}
+    popen = {"start_method": "popen", "save_deadline": 5}
     train(0, 1, Plan(kill, strategy=popen, callbacks=[stuck]), Path.cwd())
 """
 

@@ -4,26 +4,19 @@ process had before.
 ``test_stopping`` stops ranks in the middle of training, and resumes.
 """
 
-import faulthandler
 import os
 import signal
 import socket
-import sys
-import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import lightning as L
 import pytest
 import torch
 
 from lightning_ddp_ext import RankZeroCheckpoint, RankZeroCheckpointIO
-from lightning_ddp_ext.errors import RankDiedError
-from lightning_ddp_ext.supervision.signals import StopSignals
 from tests.harness import ranks, training
 from tests.integration import checkpointing, continuing
 from tests.integration.background_saves import FailsWhenAwaited
@@ -71,30 +64,17 @@ def signal_rank_one(hook: str = "on_train_batch_end", signum: int = signal.SIGTE
 
 
 def terminate_after_death(rank: int, world_size: int, directory: Path) -> None:
-    """Kill rank 0; then send SIGTERM, as a launcher does.
-
-    Rank 1 receives it in a hook, and rank 2 after its Trainer's run.
-    """
-    signal_by_rank = [
-        continuing.signalled(STEP, 1, signal.SIGKILL),
-        continuing.signalled("on_exception"),
-        L.Callback(),
-    ]
-    try:
-        fit(directory, signal_by_rank[rank], devices=world_size)
-    except RankDiedError as error:
-        if rank == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        print(error, flush=True)
-        threading.Event().wait()
+    """Kill rank 0; then send SIGTERM to rank 1 in a hook, as a launcher does."""
+    kill = continuing.signalled(STEP, 1, signal.SIGKILL, ranks=[0])
+    fit(directory, kill, continuing.signalled("on_exception"))
 
 
-def test_a_launchers_sigterm_leaves_time_to_name_the_dead_rank(tmp_path: Path) -> None:
-    """Ranks that receive SIGTERM right after the death print the cause before they exit."""
-    _, *survivors = ranks.launch_ranks(terminate_after_death, 3, tmp_path)
-    for survivor in survivors:
-        assert survivor.exit_code == SIGTERM_STATUS, survivor.story()
-        assert "\nrank 0 (host " in survivor.output
+def test_a_failed_run_ends_in_order_after_a_launchers_sigterm(tmp_path: Path) -> None:
+    """The rank names the dead one and exits, and does not announce that it would stop."""
+    _, survivor = ranks.launch_ranks(terminate_after_death, 2, tmp_path)
+    assert survivor.exit_code == 1, survivor.story()
+    assert survivor.failure.type_name == "RankDiedError"
+    assert "will finish the current step" not in survivor.output
 
 
 def stop_beside_saves(
@@ -162,7 +142,6 @@ def stop_process_group(
     [
         ("fork", signal.SIGTERM),
         ("fork", signal.SIGINT),
-        ("fork", signal.SIGUSR1),
         pytest.param("spawn", signal.SIGTERM, marks=pytest.mark.nightly),
     ],
 )
@@ -201,24 +180,16 @@ def stop_beside_handler(
     return HandledEnd(end, passed_on, signal.getsignal(signum) is before)
 
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-LEFT_TO_USERS_HANDLER = (signal.SIGUSR1, signal.SIGHUP)
-
-
 @pytest.mark.parametrize("has_users_handler", [False, True])
-@pytest.mark.parametrize("signum", SIGNALS)
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_each_signal_ends_with_its_status_and_is_passed_on(
     signum: int, has_users_handler: bool, tmp_path: Path
 ) -> None:
-    """The user's earlier handler is called, and restored afterwards.
-
-    SIGUSR1 and SIGHUP reach only that handler.
-    """
+    """The user's earlier handler is called, and restored afterwards."""
     rank_0, rank_1 = ranks.run_ranks(stop_beside_handler, 2, tmp_path, signum, has_users_handler)
-    is_stopped = not (has_users_handler and signum in LEFT_TO_USERS_HANDLER)
     for rank in (rank_0, rank_1):
-        assert rank.end.status == (128 + signum if is_stopped else None)
-        assert rank.end.checkpoints == ([STOP_CHECKPOINT] if is_stopped else [])
+        assert rank.end.status == 128 + signum
+        assert rank.end.checkpoints == [STOP_CHECKPOINT]
         assert rank.is_restored
     assert rank_0.passed_on == []
     assert rank_1.passed_on == ([signum] if has_users_handler else [])
@@ -253,33 +224,17 @@ def test_a_signal_stops_all_whatever_a_step_does(
         assert 2 <= end.steps < ALL_STEPS
 
 
-def train_prepared(
-    rank: int, world_size: int, directory: Path, signum: int, prepare: Callable[[int], object]
-) -> End:
-    """Send a signal to rank 1, and after the run to all ranks, which are prepared for it."""
-    prepare(signum)
-    end = fit(directory, signal_rank_one(signum=signum))
-    os.kill(os.getpid(), signum)  # ends a rank that is no longer prepared
+def train_in_background(rank: int, world_size: int, directory: Path) -> End:
+    """Ignore Ctrl-C, as in a shell's background; send it to rank 1, and then to all."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end = fit(directory, signal_rank_one(signum=signal.SIGINT))
+    os.kill(os.getpid(), signal.SIGINT)  # ends a rank that no longer ignores it
     return end
 
 
-def ignore(signum: int) -> None:
-    signal.signal(signum, signal.SIG_IGN)
-
-
-@pytest.mark.parametrize(
-    ("signum", "prepare"),
-    [
-        pytest.param(signal.SIGINT, ignore, id="in a shell's background"),
-        pytest.param(signal.SIGHUP, ignore, id="nohup"),
-        pytest.param(signal.SIGUSR1, faulthandler.register, id="faulthandler"),
-    ],
-)
-def test_a_signal_that_a_process_ignores_or_prints_stacks_at_stops_nothing(
-    signum: int, prepare: Callable[[int], object], tmp_path: Path
-) -> None:
-    """All ranks train to the end, and afterwards still ignore it or print stacks."""
-    for end in ranks.run_ranks(train_prepared, 2, tmp_path, signum, prepare):
+def test_a_signal_that_a_process_ignores_stops_nothing(tmp_path: Path) -> None:
+    """All ranks train to the end, and afterwards still ignore it."""
+    for end in ranks.run_ranks(train_in_background, 2, tmp_path):
         assert end == End(None, [], ALL_STEPS)
 
 
@@ -356,52 +311,3 @@ def test_all_end_within_the_deadline_though_a_rank_does_not_stop(
         processes.kill(1, signal.SIGCONT)
         [stuck] = processes.wait(1)
         assert stuck.exit_code != 0
-
-
-def restore_while_signalled(rank: int, world_size: int) -> int:
-    """Restore the handlers of a rank that failed, and send SIGTERM after each change of
-    one, as torchrun may; return how often it was sent.
-    """
-    signals = StopSignals(lambda signum: None)
-    signals.install(signal.SIGTERM)
-    set_handler = signal.signal
-    changed: list[int] = []
-
-    def set_handler_and_signal(signum: int, handler: Any) -> Any:
-        earlier = set_handler(signum, handler)
-        changed.append(signum)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return earlier
-
-    with patch.object(signal, "signal", set_handler_and_signal):
-        signals.restore(defers_sigterm=True)
-    return len(changed)
-
-
-def test_a_signal_does_not_kill_a_failed_rank_before_it_prints_the_cause() -> None:
-    """SIGTERM is also deferred while our handler is replaced by the earlier one."""
-    [outcome] = ranks.launch_ranks(restore_while_signalled, 1)
-    assert outcome.exit_code == 0, outcome.story()
-    assert outcome.result == 1
-
-
-def terminate_with_blocked_output(rank: int, world_size: int) -> None:
-    """Send SIGTERM to a failed rank whose output is no longer read."""
-    _reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    with suppress(BlockingIOError):
-        while True:
-            os.write(writer, bytes(4096))
-    os.set_blocking(writer, True)
-    signals = StopSignals(lambda signum: None)
-    signals.install(signal.SIGTERM)
-    signals.restore(defers_sigterm=True)
-    os.dup2(writer, sys.stderr.fileno())
-    os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait()
-
-
-def test_sigterm_ends_a_failed_rank_although_its_output_is_blocked() -> None:
-    """The rank exits with the status of SIGTERM once the time to print is over."""
-    [outcome] = ranks.launch_ranks(terminate_with_blocked_output, 1)
-    assert outcome.exit_code == SIGTERM_STATUS, outcome.story()

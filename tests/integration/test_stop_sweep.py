@@ -386,7 +386,7 @@ def draw(chance: random.Random) -> Case:
             hook=chance.choice(HOOKS),
             earlier=chance.choice((0, 0, 1, 3, 8)),
             kind=chance.choice([*CALLBACK_KINDS]),
-            signal=chance.choice(("SIGTERM", "SIGINT", "SIGUSR1")),
+            signal=chance.choice(("SIGTERM", "SIGINT")),
             rank=chance.randrange(ranks),
             ranks=ranks,
             function=chance.choice(("fit",) * 9 + ("validate", "test", "predict")),

@@ -107,12 +107,6 @@ BATCH_SCRIPT = {**JOB_OF_TWO, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_
     ("env", "expected"),
     [
         pytest.param(
-            BATCH_SCRIPT,
-            r"this script runs without srun, so SLURM has not started the 2 tasks of the job"
-            r" \(.+\); write srun .+",
-            id="without srun",
-        ),
-        pytest.param(
             BATCH_SCRIPT | {"SLURM_NTASKS": "1"},
             r"devices \* num_nodes must equal world_size \(.+, from SLURM\); .+",
             id="with one task for two devices",

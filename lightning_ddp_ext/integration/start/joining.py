@@ -13,8 +13,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from lightning_ddp_ext.arguments import to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError, RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
@@ -29,12 +27,10 @@ from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp,
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, variables_of
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
-from lightning_ddp_ext.supervision.child_scripts import started_ranks
-from lightning_ddp_ext.supervision.exception_report import install_excepthook
-from lightning_ddp_ext.supervision.parent_watch import watch_launcher
-from lightning_ddp_ext.supervision.rank_variables import PRIVATE_FILE, RANK_VARIABLES
+from lightning_ddp_ext.supervision.failure import install_excepthook
+from lightning_ddp_ext.supervision.parent_death import launcher_exit, stop_with_parent
 from lightning_ddp_ext.supervision.session import start_session
-from lightning_ddp_ext.version import __version__
+from lightning_ddp_ext.supervision.started_ranks import started_ranks
 from lightning_ddp_ext.world import OPEN_MPI, TORCHRUN, launcher_of, run_of
 
 from ..callbacks.rank_debugger import without_limits
@@ -43,8 +39,6 @@ from ..private.lightning_tree import (
     ClusterEnvironment,
     LightningEnvironment,
     TorchElasticEnvironment,
-    lightning_name,
-    lightning_version,
     rank_zero_info,
 )
 from .devices import RankDevicesStrategy
@@ -52,6 +46,10 @@ from .environment import world_of
 
 INIT_TIMEOUT = timedelta(minutes=5)
 HEARTBEAT_TIMEOUT = timedelta(seconds=30)
+# The variables that a rank has from its launcher, except for RANK.
+RANK_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# The variable with the file of rank 0's address, if this package chose the file.
+PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
 
 class Rendezvous:
@@ -123,7 +121,7 @@ class Rendezvous:
         """Connect the ranks and create the process group, unless that has happened.
 
         Log the first group of this process, and print exceptions of other ranks in one
-        line from now on. Under torchrun and Open MPI, also exit with the launcher.
+        line from now on. Under torchrun and Open MPI, also stop with the launcher.
         Collective: every rank must call it.
 
         Args:
@@ -137,7 +135,7 @@ class Rendezvous:
             DDPExtError: the ranks did not connect; see :func:`process_context.join`.
         """
         if launcher_of(os.environ) in (TORCHRUN, OPEN_MPI):
-            watch_launcher(os.getppid())  # other launchers stop their ranks themselves
+            stop_with_parent()  # other launchers stop their ranks themselves
         request = self._request(strategy)
         # Connecting changes both.
         is_first = current() is None
@@ -150,12 +148,6 @@ class Rendezvous:
             size = request.world.world_size
             ranks = "1 rank" if size == 1 else f"{size} ranks"
             rank_zero_info(f"process group: {request.backend}, {ranks}, {request.init_method}")
-
-    def release_address(self) -> None:
-        """Stop listening at rank 0's address, where the script may open its own group."""
-        context = current()
-        if context is not None:
-            context.peers.channel.stop_accepting()
 
     def _request(self, strategy: RankDevicesStrategy) -> Request:
         started = started_ranks()
@@ -177,13 +169,8 @@ class Rendezvous:
             timeout=timeout_of(strategy),
             init_timeout=self._init_timeout,
             variables=self._variables,
-            versions={
-                "torch": str(torch.__version__),
-                lightning_name: lightning_version,
-                "lightning_ddp_ext": __version__,
-            },
             run=run_of(world.source, os.environ),
-            launch_failure=started.failure if started is not None else lambda: None,
+            launch_failure=launcher_exit if started is None else started.failure,
             timeouts=self.timeouts,
         )
 
@@ -236,17 +223,24 @@ def _make_endpoint(
 
 
 @contextmanager
-def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set ``variables``, and restore them and all variables of a rank afterwards."""
+def environment_with(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set ``variables``, or remove those that are ``None``.
+
+    Restore them and all variables of a rank afterwards.
+    """
     before = {name: os.environ.get(name) for name in ("RANK", *RANK_VARIABLES, *variables)}
-    os.environ.update(variables)
+    _set_variables(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        _set_variables(before)
+
+
+def _set_variables(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 def temporary_path() -> str:

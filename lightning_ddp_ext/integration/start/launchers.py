@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,22 +18,15 @@ import torch.multiprocessing
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
-from lightning_ddp_ext.ranks import chain_of
 from lightning_ddp_ext.rendezvous.process_context import leave
-from lightning_ddp_ext.supervision.child_scripts import (
+from lightning_ddp_ext.supervision.failure import print_line, supervised
+from lightning_ddp_ext.supervision.parent_death import LAUNCHER_PID, stop_with_launching_process
+from lightning_ddp_ext.supervision.started_ranks import (
     EXIT_WITHIN,
     ChildScripts,
+    join_ranks,
     record_started,
     started_ranks,
-)
-from lightning_ddp_ext.supervision.exception_report import print_line
-from lightning_ddp_ext.supervision.failure import supervised
-from lightning_ddp_ext.supervision.parent_watch import watch_launcher
-from lightning_ddp_ext.supervision.rank_processes import RankProcesses
-from lightning_ddp_ext.supervision.rank_variables import (
-    LAUNCHER_PID,
-    RANK_VARIABLES,
-    set_rank_variables,
 )
 
 from ..callbacks.rank_debugger import NO_LIMIT, rank_debugger_of
@@ -55,7 +47,7 @@ from ..private.lightning_tree import (
 from ..stopping.last_step import LastStepSaver
 from ..stopping.stops import StoppedException
 from .environment import source_of
-from .joining import Rendezvous, environment_with, temporary_path
+from .joining import RANK_VARIABLES, Rendezvous, environment_with, temporary_path
 
 _HARMLESS = (TunerExitException, StoppedException)
 
@@ -119,10 +111,11 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def _is_joint(self) -> bool:
         return self.num_processes * self.num_nodes > 1
 
-    def _variables_in_run(self, trainer: Any) -> Mapping[str, str]:
+    def _variables_in_run(self, trainer: Any) -> Mapping[str, str | None]:
         """Return the variables that this process has during a run, but not after it.
 
-        If nothing has started the ranks, start them first.
+        Those that are ``None`` are removed in the run. If nothing has started the
+        ranks, start them first.
         """
         started = started_ranks()
         if started is not None:
@@ -136,22 +129,23 @@ class ScriptLauncher(SubprocessScriptLauncher):
             return {**missing, **kept} if self._is_joint else kept
         return self._start_ranks(trainer)
 
-    def _start_ranks(self, trainer: Any) -> dict[str, str]:
+    def _start_ranks(self, trainer: Any) -> Mapping[str, str | None]:
         """Start this node's other ranks, and return this process's variables in a run."""
         address = self._parts.rendezvous.start_variables(self.cluster_environment, self.num_nodes)
         with environment_with({**address, LAUNCHER_PID: str(os.getpid())}):
             os.environ.pop("RANK", None)  # every started process would inherit a user's RANK
             self._call_children_scripts()  # sets variables even if it starts nothing
-            set_rank_variables("0")
+            os.environ["LOCAL_RANK"] = "0"
             variables = {**address, **{name: os.environ[name] for name in RANK_VARIABLES}}
+        if not self._is_joint:
+            return {**variables, "RANK": None}  # a user's, which is not that of this run
         if self.procs:
-            set_rank_variables("0")  # also after the run, since the ranks still exist
-        if self._is_joint:
-            limit = EXIT_WITHIN if rank_debugger_of(trainer) is None else NO_LIMIT.total_seconds()
-            save_within = self._parts.deadline.total_seconds()
-            # Exit handlers run in reverse order, so this one precedes the removal of files.
-            record_started(ChildScripts(list(self.procs), variables, limit, save_within))
-        return variables
+            os.environ["LOCAL_RANK"] = "0"  # also after the run, since the ranks still exist
+        limit = EXIT_WITHIN if rank_debugger_of(trainer) is None else NO_LIMIT.total_seconds()
+        save_within = self._parts.deadline.total_seconds()
+        # Exit handlers run in reverse order, so this one precedes the removal of files.
+        record_started(ChildScripts(list(self.procs), variables, limit, save_within))
+        return dict(variables)
 
 
 class ProcessesLauncher(MultiProcessingLauncher):
@@ -189,7 +183,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         Raises:
             ConfigurationError: this process is a rank already.
             NotImplementedError: a second call of ``fit`` of this Trainer.
-            Exception: a rank failed; see :meth:`RankProcesses.join`.
+            Exception: a rank failed; see :func:`join_ranks`.
         """
         self._check_can_launch(trainer)
         leave()
@@ -207,9 +201,6 @@ class ProcessesLauncher(MultiProcessingLauncher):
                 kwargs=kwargs,
                 trainer=trainer,
                 results=results,
-                failed_at=multiprocessing.get_context(self._start_method).RawArray(
-                    "d", self._strategy.num_processes
-                ),
                 state=self._state_for_ranks(),
             )
             self._run_ranks(task)
@@ -261,18 +252,17 @@ class ProcessesLauncher(MultiProcessingLauncher):
             start_method=self._start_method,
         )
         self.procs = processes.processes
-        RankProcesses(
+        join_ranks(
             processes,
-            task.failed_at,
-            task.results.path,
-            self._parts.deadline.total_seconds(),
+            results_file=task.results.path,
+            stop_within=self._parts.deadline.total_seconds(),
             first_rank=self._environment.node_rank() * self._strategy.num_processes,
-        ).join()
+        )
 
     def _run_rank(self, local_rank: int, task: _Task) -> None:
         """Run the task in a started process."""
         task.adopt_environment()
-        watch_launcher(task.launcher_pid)
+        stop_with_launching_process()
         args = task.args
         kwargs = task.kwargs
         if self._start_method == "forkserver":
@@ -289,13 +279,8 @@ class ProcessesLauncher(MultiProcessingLauncher):
             self._wrapping_function(
                 local_rank, task.trainer, function, args, kwargs, results, task.state
             )
-        except Exception as error:
-            is_own = not any(isinstance(link, RankFailedError) for link in chain_of(error))
-            if is_own:
-                task.failed_at[local_rank] = time.monotonic()
-            elif isinstance(error, RankFailedError):
-                # The launching process prints the traceback of the rank that failed first.
-                print_line(error)
+        except RankFailedError as error:
+            print_line(error)  # the launching process prints one traceback
             raise
         finally:
             leave()
@@ -336,10 +321,8 @@ class _Task:
         function: the function to run, with ``args`` and ``kwargs``.
         trainer: the Trainer whose function this is, if any.
         results: the file for rank 0's results.
-        failed_at: where each rank records when it failed, unless another one caused it.
         state: seeds and torch's flags; ``None`` if the ranks keep their own.
-        launcher_pid: the launching process.
-        environ: its environment variables.
+        environ: the environment variables of the launching process.
     """
 
     function: Callable[..., Any]
@@ -347,9 +330,7 @@ class _Task:
     kwargs: dict[str, Any]
     trainer: Any
     results: _Results
-    failed_at: Any
     state: GlobalStateSnapshot | None
-    launcher_pid: int = field(default_factory=os.getpid)
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def adopt_environment(self) -> None:

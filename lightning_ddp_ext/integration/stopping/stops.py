@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 from lightning_ddp_ext.rendezvous.runs import Run, current_run
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
 from lightning_ddp_ext.supervision.session import current_session
-from lightning_ddp_ext.supervision.signals import StopSignals, status_of, without_handler
+from lightning_ddp_ext.supervision.signals import StopSignals, status_of
 
 from ..checkpoints.collective import Checkpoints
 from ..checkpoints.run_files import RunFiles
@@ -42,8 +42,6 @@ from .training_weights import TrainingWeights
 # torchrun kills ranks 30 s after its SIGTERM; other launchers have no known limit.
 _UNDER_TORCHRUN = timedelta(seconds=25)
 _ELSEWHERE = timedelta(minutes=10)
-# Signals that ask for the end of the process, and not only of a run.
-_FOR_PROCESS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def default_deadline() -> timedelta:
@@ -146,8 +144,7 @@ class StopController:
         )
         self._handling = _Handling(signals, graceful_stop)
         graceful_stop.start(self.deadline, self._acknowledge)
-        terminal_signals = (signal.SIGINT, *without_handler(signal.SIGHUP))
-        signals.install(signal.SIGTERM, *terminal_signals, *self._time_limit_signals())
+        signals.install(signal.SIGTERM, signal.SIGINT, *self._time_limit_signals())
 
     def detach(self) -> None:
         """Restore the signal handlers after the Trainer's run."""
@@ -158,27 +155,21 @@ class StopController:
         self._run.has_failed = False  # the Trainer has handled the exception
         if self._handling is not None:
             signals, graceful_stop = self._handling
-            signals.restore(defers_sigterm=has_failed)
+            signals.restore()
             graceful_stop.end()
             self._handling = None
-            self._pass_on_late_signal(signals, has_failed)
+            if not has_failed:
+                self._pass_on_late_signal(signals)
 
-    def _pass_on_late_signal(self, signals: StopSignals, has_failed: bool) -> None:
+    def _pass_on_late_signal(self, signals: StopSignals) -> None:
         """Pass a signal that arrived after the last stop point to the earlier handler.
 
-        A user's handler was called when the signal arrived. After a failure, the run has
-        ended, so only signals that ask for the end of the process are passed on. After a
-        stop, :class:`StoppedException` ends the process.
+        A user's handler was called when the signal arrived. After a stop,
+        :class:`StoppedException` ends the process.
         """
-        received = signals.received
-        if received is None or signals.has_passed_on:
-            return
-        if has_failed:
-            is_due = received in _FOR_PROCESS
-        else:
-            is_due = self._trainer.state.status != TrainerStatus.INTERRUPTED
-        if is_due:
-            os.kill(os.getpid(), received)
+        is_stopped = self._trainer.state.status == TrainerStatus.INTERRUPTED
+        if signals.received is not None and not signals.has_passed_on and not is_stopped:
+            os.kill(os.getpid(), signals.received)
 
     def _request_stop(self, signum: int) -> None:
         if self._handling is not None and current_run() is not None:
@@ -314,13 +305,10 @@ class StopController:
         return None
 
     def _time_limit_signals(self) -> list[signal.Signals]:
-        """Return signals that announce a time limit, before this run handles them.
-
-        These are SLURM's requeue signal if set, or SIGUSR1 unless the user handles it.
-        """
+        """Return SLURM's requeue signal, which announces a time limit, if it is set."""
         if self._slurm is not None and self._slurm.requeue_signal is not None:
             return [self._slurm.requeue_signal]
-        return without_handler(signal.SIGUSR1)
+        return []
 
     def _requeues(self, request: StopRequest) -> bool:
         """Whether the job has to be requeued.

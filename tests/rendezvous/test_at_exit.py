@@ -7,13 +7,13 @@ import pytest
 
 # Each prints "ran" in one process.
 AN_ORDINARY_PROCESS = """
-from lightning_ddp_ext.at_exit import at_exit
+from lightning_ddp_ext.rendezvous.process_context import at_exit
 
 at_exit(lambda: print("ran", flush=True))
 """
 A_CHILD_OF_MULTIPROCESSING = """
 from multiprocessing import get_context
-from lightning_ddp_ext.at_exit import at_exit
+from lightning_ddp_ext.rendezvous.process_context import at_exit
 
 def register():
     at_exit(lambda: print("ran", flush=True))
@@ -23,7 +23,7 @@ get_context("fork").Process(target=register).start()
 A_PARENT_OF_FORKED_CHILDREN = """
 import os
 from multiprocessing import get_context
-from lightning_ddp_ext.at_exit import at_exit
+from lightning_ddp_ext.rendezvous.process_context import at_exit
 
 at_exit(lambda: print("ran", flush=True))
 get_context("fork").Process(target=int).start()

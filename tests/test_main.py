@@ -1,0 +1,25 @@
+"""`python -m lightning_ddp_ext` describes each rank and times an all-reduce."""
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.harness.scripts import run_on_ranks
+
+
+@pytest.mark.parametrize("world_size", [1, 2], ids=["alone", "as ranks"])
+def test_each_rank_is_described_before_an_all_reduce(world_size: int, tmp_path: Path) -> None:
+    """The command itself or a launcher starts two ranks."""
+    command = tmp_path / "command.py"
+    command.write_text(
+        "import runpy\n\n"
+        "runpy.run_module('lightning_ddp_ext', run_name='__main__', alter_sys=True)\n"
+    )
+    output = run_on_ranks(command, "--accelerator", "cpu", cwd=tmp_path, world_size=world_size)
+    versions = rf"torch {re.escape(metadata.version('torch'))}, lightning \S+, lightning-ddp-ext \S"
+    for rank in (0, 1):
+        line = rf"^rank {rank} of 2: local rank {rank} of node 0, .*, pid \d+, cpu \(CPU\); .*{versions}"
+        assert re.search(line, output, re.MULTILINE), output
+    assert re.search(r"^env://: all-reduce of 4 MiB in \d+\.\d ms$", output, re.MULTILINE), output
