@@ -140,8 +140,8 @@ def test_scripts_have_a_main_guard() -> None:
 
 
 def first_block_of(page: str) -> str:
-    """Return the code of a page's first block, which its commands call train.py."""
-    return next(block.code for block in BLOCKS if block.page == page)
+    """Return the code of a page's first block, if any, which its commands call train.py."""
+    return next((block.code for block in BLOCKS if block.page == page), "")
 
 
 def has_saved(directory: Path, run: int) -> bool:
