@@ -64,11 +64,10 @@ OPTIONAL = {
 
 
 @pytest.mark.lowest
-def test_first_example_runs(tmp_path: Path) -> None:
-    """The README's example, which the quickstart repeats, trains on two ranks."""
-    code = blocks_of("README.md", TEXTS["../README.md"])[0].code
-    assert code in TEXTS["start/quickstart.md"]
-    (tmp_path / "train.py").write_text(code)
+@pytest.mark.parametrize("page", ["../README.md", "start/quickstart.md"])
+def test_first_example_runs(page: str, tmp_path: Path) -> None:
+    """The first script of the page trains on two ranks."""
+    (tmp_path / "train.py").write_text(blocks_of(page, TEXTS[page])[0].code)
     output = run_on_ranks(tmp_path / "train.py", cwd=tmp_path)
     assert "process group: gloo, 2 ranks, env://" in output
     assert "`Trainer.fit` stopped: `max_epochs=1` reached." in output
