@@ -47,7 +47,7 @@ from lightning_ddp_ext.supervision.flight_recorder import (
 from lightning_ddp_ext.supervision.status import Status, read_status
 from lightning_ddp_ext.threads import start_thread
 
-_TURNS = 8  # of a rank's thread, while the rank waits until it pushes its status
+_TURNS = 16  # of a rank's thread, while the rank waits until it pushes its status
 # Seconds; a rank may just be returning from the collective. Once one does, all do.
 _RETURNING = 1.0
 # A question waits for statuses at most twice, and as long for an earlier one.
