@@ -3,8 +3,8 @@
 If another rank fails or exits, a collective or the store of this rank breaks, and its
 main thread raises an exception that does not name the other rank. The place where an
 exception was raised shows whether it may follow from another rank's failure. If so, the
-event of that rank arrives over the control channel, or the statuses of ranks show it. All other
-exceptions are this rank's own, and this rank announces them.
+event of that rank arrives over the control channel, or the statuses of ranks show it.
+All other exceptions are this rank's own, and this rank announces them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.rendezvous.runs import current_run, start_run
 from lightning_ddp_ext.supervision.session import Session, current_session
 from lightning_ddp_ext.supervision.stacks import (
+    call_site_in,
     is_in_backward,
     is_in_collective,
     is_main_thread_in,
@@ -160,10 +161,12 @@ def _replacement(
 
 
 def _print_replaced(exception: BaseException, context: ProcessContext) -> None:
-    text = "".join(traceback.format_exception(exception))
+    frames = [*traceback.walk_tb(exception.__traceback__)]
+    place = call_site_in((frame.f_code.co_filename, line) for frame, line in reversed(frames))
+    line = reason_of(exception).partition("\n")[0]
     print_in_time(
         f"[rank {context.world.rank}] this exception probably follows from another rank's"
-        f" failure:\n{text}"
+        f" failure: {line} ({place or 'in library code'})\n"
     )
 
 
