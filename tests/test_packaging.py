@@ -13,21 +13,23 @@ pytestmark = pytest.mark.lowest  # an import of the package already uses much of
 ROOT = Path(__file__).parent.parent
 
 
-def test_version_follows_the_newest_release_of_the_changelog() -> None:
-    """A development version is one of the next minor release; ``CITATION.cff`` names the
-    newest release as well.
+def test_version_follows_the_newest_section_of_the_changelog() -> None:
+    """Before its release, the version is a development version of it, and then also one of
+    the next minor release; ``CITATION.cff`` names it as well.
     """
     newest = re.search(
-        r"^## \[(\d+)\.(\d+)\.(\d+)\] - \d{4}-\d{2}-\d{2}$",
+        r"^## \[(\d+)\.(\d+)\.(\d+)\] - (unreleased|\d{4}-\d{2}-\d{2})$",
         (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
         re.MULTILINE,
     )
-    assert newest is not None, "no line such as '## [0.1.0] - 2026-11-23' in CHANGELOG.md"
-    major, minor, patch = map(int, newest.groups())
-    release = f"{major}.{minor}.{patch}"
-    allowed = rf"{re.escape(release)}(\+dirty)?|{major}\.{minor + 1}\.0\.dev.*"
+    assert newest is not None, "no line such as '## [0.1.0] - unreleased' in CHANGELOG.md"
+    *numbers, date = newest.groups()
+    major, minor, _ = map(int, numbers)
+    version = ".".join(numbers)
+    released = rf"{re.escape(version)}(\+dirty)?|{major}\.{minor + 1}\.0\.dev.*"
+    allowed = rf"{re.escape(version)}\.dev.*" if date == "unreleased" else released
     assert re.fullmatch(allowed, lightning_ddp_ext.__version__)
-    assert f"\nversion: {release}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 def test_public_names_exist_once() -> None:
