@@ -19,7 +19,7 @@ from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.harness import training
 from tests.harness.ranks import Outcome, launch_ranks, stories
 
-NAME = "last-rescued.ckpt"
+NAME = "last-preempted.ckpt"  # the default
 EPOCHS = 3
 BATCHES = 12  # of each rank in an epoch
 VALIDATION_BATCHES = 2  # of each rank
@@ -163,8 +163,8 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
     """Train from the newest checkpoint on, with another seed; return the final weights and
     the number of steps that loggers count.
     """
-    L.seed_everything(8 + rank if any(directory.glob("*.ckpt")) else 7, verbose=False)
-    strategy = {"stop_checkpoint": directory / NAME, "timeout": 60, **plan.strategy}
+    L.seed_everything(8 + rank if files_in(directory) else 7, verbose=False)
+    strategy = {"timeout": 60, **plan.strategy}
     training.backend(strategy.get("process_group_backend", "gloo"))
     callbacks: list[L.Callback] = [FinishedSteps(directory)]
     kill = plan.kill
@@ -180,6 +180,7 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
         "max_epochs": EPOCHS,
         "num_sanity_val_steps": 0,
         "enable_checkpointing": True,
+        "default_root_dir": directory,
         **plan.trainer,
     }
     net = plan.model()
@@ -221,7 +222,7 @@ def survive(
             break
         assert kill is not None, stories(outcomes)
         assert finished_step(directory, outcomes, kill) <= saved_step(directory), stories(outcomes)
-    assert not [path for path in directory.iterdir() if NAME in path.name]
+    assert not list(directory.rglob(NAME))
     return [outcome.result for outcome in outcomes]
 
 
@@ -233,9 +234,14 @@ def finished_step(directory: Path, outcomes: list[Outcome], kill: Kill) -> int:
     return max((int(path.read_text()) for path in paths if path.exists()), default=0)
 
 
+def files_in(directory: Path) -> list[Path]:
+    """Return the checkpoints of a run, also in folders of its fits."""
+    return [*directory.glob("*.ckpt"), *directory.glob(f"*/{NAME}")]
+
+
 def saved_step(directory: Path) -> int:
     """Return the step of the newest checkpoint; fail if it names a missing file."""
-    newest = max(directory.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, default=None)
+    newest = max(files_in(directory), key=lambda path: path.stat().st_mtime_ns, default=None)
     if newest is None:
         return 0
     checkpoint = torch.load(newest, weights_only=True, map_location="cpu")

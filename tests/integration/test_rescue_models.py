@@ -169,4 +169,4 @@ def test_a_survivor_does_not_save_a_checkpoint_that_could_be_wrong(
     assert refusal, survivor.story()
     assert reason in rest.splitlines()[0]
     assert "RankDiedError: rank 1 " in survivor.output
-    assert not (tmp_path / rescuing.NAME).exists()
+    assert not list(tmp_path.rglob(rescuing.NAME))
