@@ -33,7 +33,7 @@ from lightning_ddp_ext.supervision.stacks import (
 )
 
 T = TypeVar("T")
-Rescue = Callable[[BaseException], object]
+Save = Callable[[BaseException], object]
 
 _RAISING = ("RAISE_VARARGS", "RERAISE")
 
@@ -43,7 +43,7 @@ def supervised(
     *args: Any,
     harmless: tuple[type[BaseException], ...] = (),
     handler: FrameType | None = None,
-    rescue: Rescue = lambda exception: None,
+    save: Save = lambda exception: None,
     is_joint: bool = True,
     **kwargs: Any,
 ) -> T:
@@ -60,7 +60,7 @@ def supervised(
             unchanged.
         handler: the frame of a call that handles the exception; unless it returns in
             time, the process exits.
-        rescue: called with the exception; if another rank caused it, before this rank's
+        save: called with the exception; if another rank caused it, before this rank's
             groups are closed.
         is_joint: false for a job of this rank alone.
 
@@ -74,7 +74,7 @@ def supervised(
             raise
         except BaseException as exception:
             run.has_failed = True
-            explanation = explain(exception, rescue, is_caught=True)
+            explanation = explain(exception, save, is_caught=True)
             if run.is_outermost:
                 _limit_exit(handler)
             if explanation is exception:
@@ -90,7 +90,7 @@ def _limit_exit(handler: FrameType | None) -> None:
 
 
 def explain(
-    exception: BaseException, rescue: Rescue = lambda exception: None, *, is_caught: bool = False
+    exception: BaseException, save: Save = lambda exception: None, *, is_caught: bool = False
 ) -> BaseException:
     """Announce an exception to the other ranks, or find the rank that caused it.
 
@@ -98,7 +98,7 @@ def explain(
 
     Args:
         exception: the exception.
-        rescue: called with the exception; if another rank caused it, before this rank's
+        save: called with the exception; if another rank caused it, before this rank's
             groups are closed.
         is_caught: whether the caller may catch the exception. If every rank raises one,
             it is then not announced, so the groups stay intact.
@@ -111,7 +111,7 @@ def explain(
         return exception
     context = session.context
     if isinstance(exception, RankFailedError):  # it already names the rank
-        rescue(exception)
+        save(exception)
         context.peers.record_raised()
         return exception
     # Decided before the waits below, in which this rank may abort its collectives.
@@ -122,14 +122,14 @@ def explain(
     if event is not None:
         if not is_aborted:
             _print_replaced(exception, context)
-        return _replacement(exception, event, context, rescue)
+        return _replacement(exception, event, context, save)
     # After an error of the device, torch's watchdog may end this process at any time.
     may_wait = is_caught and not isinstance(exception, torch.AcceleratorError)
     if not (may_wait and session.exceptions.is_common()):
         if context.groups.uses_nccl:
-            rescue(exception)  # aborting NCCL might change the weights
+            save(exception)  # aborting NCCL might change the weights
         context.announce_failure(exception, "".join(traceback.format_exception(exception)))
-    rescue(exception)
+    save(exception)
     return exception
 
 
@@ -153,10 +153,10 @@ def _event_behind(exception: BaseException, session: Session) -> PeerEvent | Non
 
 
 def _replacement(
-    exception: BaseException, event: PeerEvent, context: ProcessContext, rescue: Rescue
+    exception: BaseException, event: PeerEvent, context: ProcessContext, save: Save
 ) -> BaseException:
-    """Call ``rescue``, close this rank's groups, and return the error of the event."""
-    rescue(exception)  # the groups are already aborted; closing them takes longer
+    """Call ``save``, close this rank's groups, and return the error of the event."""
+    save(exception)  # the groups are already aborted; closing them takes longer
     context.close_group()
     error = event.to_error()
     if event.kind == "left":

@@ -110,7 +110,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 harmless=_HARMLESS,
                 is_joint=self._is_joint,
                 handler=sys._getframe(1),  # the Trainer's calling frame, which runs later hooks
-                rescue=self._parts.last_step.save,
+                save=self._parts.last_step.save,
                 **kwargs,
             )
 
@@ -279,7 +279,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
             # same parameters. Lightning only copies them for spawn.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
         function = partial(
-            supervised, task.function, harmless=_HARMLESS, rescue=self._parts.last_step.save
+            supervised, task.function, harmless=_HARMLESS, save=self._parts.last_step.save
         )
         try:
             results: Any = task.results  # Lightning expects a queue

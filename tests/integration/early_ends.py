@@ -121,22 +121,22 @@ class FaultyIO(RankZeroCheckpointIO):
     Args:
         fault: called before a write, which it may prevent.
         earlier: the number of writes before that one.
-        in_rescue: whether the file is a survivor's, or one of the Trainer's own.
+        of_last_step: whether the file is a survivor's, or one of the Trainer's own.
     """
 
     def __init__(
-        self, fault: Callable[[], object], *, earlier: int = 0, in_rescue: bool = True
+        self, fault: Callable[[], object], *, earlier: int = 0, of_last_step: bool = True
     ) -> None:
         super().__init__()
         self.fault = fault
         self.writes_left = earlier
-        self.in_rescue = in_rescue
+        self.of_last_step = of_last_step
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        is_rescue = Path(path).name == NAME
-        write = self.write if is_rescue == self.in_rescue else os.write
+        is_of_last_step = Path(path).name == NAME
+        write = self.write if is_of_last_step == self.of_last_step else os.write
         with patch.object(os, "write", write):
             super().save_checkpoint(checkpoint, path, storage_options)
 
@@ -169,7 +169,7 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
     callbacks: list[L.Callback] = [FinishedSteps(directory)]
     kill = plan.kill
     if kill is not None and kill.moment == "writing":
-        io = FaultyIO(kill.end_process, earlier=kill.earlier, in_rescue=False)
+        io = FaultyIO(kill.end_process, earlier=kill.earlier, of_last_step=False)
         strategy["checkpoint_io"] = io
     elif kill is not None:
         callbacks.append(kill.callback())

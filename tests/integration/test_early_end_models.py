@@ -13,8 +13,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from tests.harness.ranks import launch_ranks
 from tests.harness.training import Batch
-from tests.integration import rescuing
-from tests.integration.rescuing import Kill, Net, Plan
+from tests.integration import early_ends
+from tests.integration.early_ends import Kill, Net, Plan
 
 
 class Clipping(Net):
@@ -63,8 +63,8 @@ def test_three_kills_leave_the_weights_of_an_unbroken_run(
         Kill("on_validation_batch_start", earlier=1),
         Kill("on_before_backward", earlier=3),
     ]
-    killed = rescuing.survive(2, plan, kills, tmp_path / "killed")
-    unbroken = rescuing.survive(2, plan, (), tmp_path / "unbroken")
+    killed = early_ends.survive(2, plan, kills, tmp_path / "killed")
+    unbroken = early_ends.survive(2, plan, (), tmp_path / "unbroken")
     torch.testing.assert_close(killed, unbroken, rtol=0, atol=0)
 
 
@@ -163,10 +163,10 @@ def test_a_survivor_does_not_save_a_checkpoint_that_could_be_wrong(
     reason: str, plan: Plan, tmp_path: Path
 ) -> None:
     """The survivor prints the reason next to the error that names the dead rank."""
-    survivor, _ = launch_ranks(rescuing.train, 2, plan, tmp_path)
+    survivor, _ = launch_ranks(early_ends.train, 2, plan, tmp_path)
     assert survivor.exit_code == 1
     _, refusal, rest = survivor.output.partition("this rank did not save the last step: ")
     assert refusal, survivor.story()
     assert reason in rest.splitlines()[0]
     assert "RankDiedError: rank 1 " in survivor.output
-    assert not list(tmp_path.rglob(rescuing.NAME))
+    assert not list(tmp_path.rglob(early_ends.NAME))

@@ -1,6 +1,6 @@
 """Measure a rank's death: the time to a survivor's checkpoint and to the next step.
 
-python benchmarks/rescue.py    # about 4 minutes on 2 cores
+python benchmarks/early_end.py    # about 4 minutes on 2 cores
 """
 
 from __future__ import annotations

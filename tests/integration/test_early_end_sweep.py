@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.rescuing import BATCHES, EPOCHS, VALIDATION_BATCHES, Kill, Plan, survive
+from tests.integration.early_ends import BATCHES, EPOCHS, VALIDATION_BATCHES, Kill, Plan, survive
 
 KILLS_OF_A_CHAIN = 3
 FIRST_SEED = int(os.environ.get("SOAK_SEED", 0))
