@@ -263,7 +263,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def checkpoint_io(self) -> pl.plugins.CheckpointIO:
         if self._checkpoint_io is None:
-            self._checkpoint_io = RankZeroCheckpointIO.as_default()
+            self._checkpoint_io = RankZeroCheckpointIO()
         elif isinstance(self._checkpoint_io, pl.plugins.AsyncCheckpointIO):
             self._checkpoint_io.checkpoint_io = RankZeroCheckpointIO()  # unless it has one
         return super().checkpoint_io
