@@ -68,6 +68,15 @@ CHAINS = [
         ],
         trainer={"val_check_interval": 5},
     ),
+    # After the first one, no step has finished.
+    Chain(
+        [
+            Kill("on_after_backward", earlier=9, by="error"),
+            Kill("setup", by="error"),
+            Kill("on_train_start", ranks=[0], by="error"),
+            Kill("on_train_batch_start", ranks=[0, 1], by="error"),
+        ]
+    ),
     Chain(
         [Kill("on_train_batch_end", earlier=6), Kill("on_after_backward", earlier=1, ranks=[0])],
         trainer={"accumulate_grad_batches": 5},
