@@ -10,7 +10,10 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,6 +47,38 @@ def test_a_rank_that_waits_in_a_hooks_collective_saves_the_finished_steps(tmp_pa
     survivor, _ = ranks.launch_ranks(early_ends.train, 2, plan, tmp_path)
     assert survivor.exit_code == 1
     assert early_ends.saved_step(tmp_path) == FINISHED
+
+
+class Profiled(L.Callback):
+    """Notes which files of this package are entered from the third batch to the sixth."""
+
+    def __init__(self) -> None:
+        self.entered: set[str] = set()
+
+    def note(self, frame: FrameType, event: str, _: object) -> None:
+        _, is_ours, path = frame.f_code.co_filename.rpartition("lightning_ddp_ext/")
+        if event == "call" and is_ours:
+            self.entered.add(path)
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
+        if trainer.current_epoch == 0 and index in (2, 6):
+            sys.setprofile(self.note if index == 2 else None)
+
+
+def files_entered_in_steps(rank: int, world_size: int, directory: Path) -> set[str]:
+    profiled = Profiled()
+    early_ends.train(rank, world_size, Plan(callbacks=[profiled]), directory)
+    return profiled.entered
+
+
+def test_no_code_of_the_early_end_runs_in_a_step(tmp_path: Path) -> None:
+    """Only the question whether a signal has arrived is asked between two steps."""
+    parts = ("integration/stopping/", "integration/checkpoints/", "checkpoint/")
+    for entered in ranks.run_ranks(files_entered_in_steps, 2, tmp_path):
+        assert "integration/strategy.py" in entered
+        assert {path for path in entered if path.startswith(parts)} == {
+            "integration/stopping/stops.py"
+        }
 
 
 # Where the file is.
