@@ -44,8 +44,8 @@ if __name__ == "__main__":
         ],
         logger=False,
     )
-    # "last" loads the newest undamaged checkpoint, including `last-preempted.ckpt`; the
-    # first run has no checkpoint.
+    # "last" loads the newest checkpoint, including `last-preempted.ckpt`; the first run
+    # has none.
     trainer.fit(Model(), ckpt_path="last")
     if trainer.is_global_zero:
         saved = trainer.checkpoint_callback.last_model_path

@@ -19,7 +19,7 @@ if [ -n "${HEAD:-}" ]; then
 fi
 
 # After a failure, torchrun restarts all ranks, at most three times, and
-# Trainer.fit(ckpt_path="last") resumes from the newest undamaged checkpoint.
+# Trainer.fit(ckpt_path="last") resumes from the newest checkpoint.
 exec torchrun --nnodes "${NODES:-1}" --nproc-per-node "${RANKS:-2}" \
     --max-restarts 3 --rdzv-backend c10d --rdzv-id "${JOB:-train}" \
     --rdzv-endpoint "$endpoint" "$@"

@@ -33,7 +33,7 @@ MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
 _ZIP_SIGNATURE = b"PK\x03\x04"
 _PICKLE_SIGNATURE = b"\x80"  # of protocol 2 and later
 _DIRECTORY_ATTRIBUTE = 0x10  # as in MS-DOS
-_PICKLE = "data.pkl"
+_REMEDY = "use an earlier checkpoint (with ckpt_path='last', delete this file)"
 _READ_BYTES = 256 << 10
 # Files up to this size are read instead of mapped, which is faster.
 _SMALL_FILE_BYTES = 16 << 20
@@ -102,7 +102,7 @@ class Archive:
         if beginning != _ZIP_SIGNATURE:
             raise DamagedCheckpointError(
                 f"{name} is not a checkpoint: its {size} bytes begin with {beginning!r}, unlike"
-                " those of files written by torch.save; use an earlier checkpoint"
+                f" those of files written by torch.save; {_REMEDY}"
             )
         try:
             self._zip = ZipFile(file)
@@ -112,8 +112,7 @@ class Archive:
         except _DAMAGE as error:
             raise DamagedCheckpointError(
                 f"checkpoint {name} is damaged: the zip directory at its end cannot be read"
-                f" ({error}); the file has {size} bytes and was probably truncated; use an earlier"
-                " checkpoint"
+                f" ({error}); the file has {size} bytes and was probably truncated; {_REMEDY}"
             ) from None
 
     @property
@@ -140,7 +139,7 @@ class Archive:
         Args:
             index: the number of the share. The tensors are divided among the shares, and
                 all other records are in each of them.
-            count: the number of shares; 0 for a share without tensors.
+            count: the number of shares.
 
         Raises:
             DamagedCheckpointError: records were altered or truncated; the error names
@@ -149,14 +148,14 @@ class Archive:
         tensors = [record for record in self.records if _is_tensor(record)]
         others = [record for record in self.records if not _is_tensor(record)]
         by_size = sorted(tensors, key=lambda record: record.file_size, reverse=True)
-        to_check = [*others, *(by_size[index::count] if count else [])]
+        to_check = [*others, *by_size[index::count]]
         damaged = tuple(_name(each) for each in to_check if not self._is_intact(each))
         if damaged:
             verb = "does" if len(damaged) == 1 else "do"
             raise DamagedCheckpointError(
                 f"checkpoint {self.name} is damaged: {listed(damaged)} {verb} not match the"
-                " recorded CRC-32 checksum; use an earlier checkpoint, copy the file again, or"
-                " read it anyway with verify=False",
+                f" recorded CRC-32 checksum; {_REMEDY}, copy it again, or read it anyway with"
+                " verify=False",
                 damaged=damaged,
             )
 
@@ -171,11 +170,6 @@ class Archive:
         except _DAMAGE:
             return False
         return True
-
-    def read_pickle(self) -> bytes:
-        """Return the pickled structure of an archive with checksums."""
-        [pickled] = [record for record in self.records if _name(record) == _PICKLE]
-        return self._zip.read(pickled)
 
 
 def path_of(descriptor: int) -> str:

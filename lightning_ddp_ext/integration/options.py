@@ -15,7 +15,6 @@ _SET_BY_LIGHTNING = ("module", "device_ids")
 # Arguments of earlier versions, and what replaces them.
 _REMOVED = {
     "sampler": "pass a sampler to the loader, such as a ScalableDistributedSampler.",
-    "rescue_checkpoint": "the last step is saved to stop_checkpoint by default.",
 }
 
 

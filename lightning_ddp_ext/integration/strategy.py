@@ -102,11 +102,10 @@ class DDPExtStrategy(RankDevicesStrategy):
             epoch again if its order cannot be drawn again; ``"stock"`` does what
             Lightning does.
         stop_checkpoint: where the last finished step is saved if the run ends early: by
-            SIGTERM, Ctrl-C or SLURM's signal, or by a rank that fails or dies. A path, or
-            a file name, which is placed next to the other checkpoints, or below
-            ``default_root_dir`` if a logger decides where these are; ``None`` saves
-            nothing, except for a requeue by SLURM. ``ckpt_path="last"`` finds the file
-            in the same fit of the same command.
+            SIGTERM, Ctrl-C or SLURM's signal, or by a rank that fails or dies. A file
+            name is placed in a folder of the command and of the number of the fit,
+            beside the other checkpoints, where ``ckpt_path="last"`` finds it. A path is
+            used as it is. ``None`` saves nothing, except for a requeue by SLURM.
         save_deadline: seconds or ``timedelta`` between a signal or exception and the
             moment when ranks are killed without saving; ``None``: 25 s under torchrun,
             which kills ranks after 30 s, and 10 minutes elsewhere.
@@ -264,7 +263,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def checkpoint_io(self) -> pl.plugins.CheckpointIO:
         if self._checkpoint_io is None:
-            self._checkpoint_io = RankZeroCheckpointIO.as_default()
+            self._checkpoint_io = RankZeroCheckpointIO()
         elif isinstance(self._checkpoint_io, pl.plugins.AsyncCheckpointIO):
             self._checkpoint_io.checkpoint_io = RankZeroCheckpointIO()  # unless it has one
         return super().checkpoint_io
@@ -277,8 +276,6 @@ class DDPExtStrategy(RankDevicesStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathOrUrl, storage_options: Any = None
     ) -> None:
-        path = os.fspath(filepath)
-        self.files.add_identity(checkpoint, path)
         is_together = self.checkpoints.save(
             checkpoint,
             filepath,
@@ -286,7 +283,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             add_states=partial(
                 self.data.resume.save_to,
                 checkpoint,
-                f"saving {path}",
+                f"saving {os.fspath(filepath)}",
             ),
         )
         trainer = trainer_of(self.lightning_module)
@@ -334,7 +331,8 @@ class DDPExtStrategy(RankDevicesStrategy):
         super().setup_environment()
         # Now, because later hooks of the run would also wait for the store. On each run,
         # because the ranks may have been given different paths.
-        self.checkpoints.on_rank_zero(self.files.raise_search_error, "finding the checkpoint")
+        find = partial(self.files.find, trainer)
+        self.files.found = self.checkpoints.on_rank_zero(find, "finding the checkpoint")
         self._replaced.restore_checkpoint_by(trainer, self._restore_chosen_file)
         self.metrics.start_run()
         self.stops.attach(trainer, self._replaced)

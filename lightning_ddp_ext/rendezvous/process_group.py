@@ -28,7 +28,7 @@ _ONLY_NCCL = ("nccl", "cuda:nccl")
 _NCCL_TIMEOUT = timedelta(minutes=10)
 _OTHER_TIMEOUT = timedelta(minutes=30)
 # With torch's default of 1, its watchdog thread ends the process 0.1 s after an error of
-# CUDA, before the main thread reports it, or in the middle of a rescue. With 0, it logs
+# CUDA, before the main thread reports it, or in the middle of a save. With 0, it logs
 # every error and ends; torch's heartbeat monitor then ends a process that hangs, 8
 # minutes later. torch means to log only errors of CUDA, but negates the result of
 # std::string::find: see Watchdog::run in its ProcessGroupNCCL.cpp.

@@ -35,7 +35,7 @@ from lightning_ddp_ext.supervision.stacks import (
 )
 
 T = TypeVar("T")
-Rescue = Callable[[BaseException], object]
+Save = Callable[[BaseException], object]
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _hook_behind: Hook | None = None  # the hook that ours replaced and calls, once installed
 
@@ -47,7 +47,7 @@ def supervised(
     *args: Any,
     harmless: tuple[type[BaseException], ...] = (),
     handler: FrameType | None = None,
-    rescue: Rescue = lambda exception: None,
+    save: Save = lambda exception: None,
     is_joint: bool = True,
     **kwargs: Any,
 ) -> T:
@@ -63,7 +63,7 @@ def supervised(
             unchanged.
         handler: the frame of a call that handles the exception; unless it returns in
             time, the process exits.
-        rescue: called with the exception; if another rank caused it, before this rank's
+        save: called with the exception; if another rank caused it, before this rank's
             groups are closed.
         is_joint: false for a job of this rank alone.
 
@@ -77,7 +77,7 @@ def supervised(
             raise
         except BaseException as exception:
             run.has_failed = True
-            explanation = explain(exception, rescue)
+            explanation = explain(exception, save)
             if run.is_outermost:
                 _limit_exit(handler)
             if explanation is exception:
@@ -92,14 +92,14 @@ def _limit_exit(handler: FrameType | None) -> None:
         session.stops.limit_exit(is_needed=lambda: handler is None or is_main_thread_in(handler))
 
 
-def explain(exception: BaseException, rescue: Rescue = lambda exception: None) -> BaseException:
+def explain(exception: BaseException, save: Save = lambda exception: None) -> BaseException:
     """Announce an exception to the other ranks, or find the rank that caused it.
 
     This takes some seconds if other ranks are involved.
 
     Args:
         exception: the exception.
-        rescue: called with the exception; if another rank caused it, before this rank's
+        save: called with the exception; if another rank caused it, before this rank's
             groups are closed.
 
     Returns:
@@ -110,7 +110,7 @@ def explain(exception: BaseException, rescue: Rescue = lambda exception: None) -
         return exception
     context = session.context
     if isinstance(exception, RankFailedError):  # it already names the rank
-        rescue(exception)
+        save(exception)
         context.peers.record_raised()
         return exception
     # Decided before the waits below, in which this rank may abort its collectives.
@@ -121,11 +121,11 @@ def explain(exception: BaseException, rescue: Rescue = lambda exception: None) -
     if event is not None:
         if not is_aborted:
             _print_replaced(exception, context)
-        return _replacement(exception, event, context, rescue)
+        return _replacement(exception, event, context, save)
     if context.groups.uses_nccl:
-        rescue(exception)  # aborting NCCL might change the weights
+        save(exception)  # aborting NCCL might change the weights
     context.announce_failure(exception, "".join(traceback.format_exception(exception)))
-    rescue(exception)
+    save(exception)
     return exception
 
 
@@ -149,10 +149,10 @@ def _event_behind(exception: BaseException, session: Session) -> PeerEvent | Non
 
 
 def _replacement(
-    exception: BaseException, event: PeerEvent, context: ProcessContext, rescue: Rescue
+    exception: BaseException, event: PeerEvent, context: ProcessContext, save: Save
 ) -> BaseException:
-    """Call ``rescue``, close this rank's groups, and return the error of the event."""
-    rescue(exception)  # the groups are already aborted; closing them takes longer
+    """Call ``save``, close this rank's groups, and return the error of the event."""
+    save(exception)  # the groups are already aborted; closing them takes longer
     context.close_group()
     error = event.to_error()
     if event.kind == "left":

@@ -13,7 +13,6 @@ from lightning_ddp_ext import RankZeroCheckpointIO
 from lightning_ddp_ext.checkpoint.load import LoadOptions
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.restore import restore
-from lightning_ddp_ext.checkpoint.structure import entry_of
 from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError
 from lightning_ddp_ext.ranks import Ranks
 from tests.checkpoint import content
@@ -202,29 +201,3 @@ def test_too_little_memory_does_not_make_a_file_damaged(tmp_path: Path) -> None:
     torch.save({"state_dict": {"weight": content.numbers(content.MAPPED)}}, tmp_path / "it.ckpt")
     [text] = run_ranks(read_with_little_memory, 1, tmp_path / "it.ckpt")
     assert "annot allocate memory" in text
-
-
-def test_an_entry_is_read_without_running_code(tmp_path: Path) -> None:
-    """It is found among objects of any class; a missing entry is ``None``."""
-    path = tmp_path / "it.ckpt"
-    harmful = content.WouldRun(tmp_path / "ran")
-    entry = {"fit": 2, "words": ["a", None], "object": harmful}
-    torch.save(
-        {
-            **content.kinds(),
-            **content.unusual(),
-            "harmful": harmful,
-            "entry": entry,
-            "set": {1},
-            "path": path,
-        },
-        path,
-    )
-    found = entry_of(locate(path), "entry")
-    del found["object"]
-    assert found == {"fit": 2, "words": ["a", None]}
-    assert entry_of(locate(path), "other") is None
-    assert not (tmp_path / "ran").exists()
-    content.flip(path, "data.pkl")
-    with pytest.raises(DamagedCheckpointError):
-        entry_of(locate(path), "entry")

@@ -225,7 +225,7 @@ def train(
     directory: Path, devices: int, during: str, max_epochs: int = -1, **options: Any
 ) -> Counting:
     """Train from the newest checkpoint on, and save every third step; return the model."""
-    L.seed_everything(8 if any(directory.glob("*.ckpt")) else 7, verbose=False)
+    L.seed_everything(8 if any(directory.rglob("*.ckpt")) else 7, verbose=False)
     io: Any = TellingIO()
     if during == "background saves":
         io = AsyncCheckpointIO(io)
@@ -461,7 +461,7 @@ def cause_of(fault: Fault) -> str:
 
 
 def wrong_files(case: Case, directory: Path, output: str) -> Iterator[str]:
-    steps = {path: step_of(path) for path in directory.glob("*.ckpt")}
+    steps = {path: step_of(path) for path in directory.rglob("*.ckpt")}
     for path, step in steps.items():
         if step is None:
             yield f"{path.name} is damaged, or mixes steps"
@@ -469,7 +469,7 @@ def wrong_files(case: Case, directory: Path, output: str) -> Iterator[str]:
     last_certain = max(reported, default=0)
     if newest_step(steps.values()) < last_certain:
         yield f"step {last_certain} had been saved, and is lost"
-    if case.kinds == {"term"} and not (directory / "last-preempted.ckpt").exists():
+    if case.kinds == {"term"} and not list(directory.rglob("last-preempted.ckpt")):
         yield "no checkpoint of the stop"
 
 
@@ -512,7 +512,7 @@ def test_a_fault_is_survived(case: Case, tmp_path: Path, request: pytest.Fixture
     wrong += wrong_files(case, tmp_path, ended.output)
     assert not wrong, "\n".join([f"make soak SEED={case.seed} COUNT=1", *wrong, ended.output])
 
-    newest = newest_step(map(step_of, tmp_path.glob("*.ckpt")))
+    newest = newest_step(map(step_of, tmp_path.rglob("*.ckpt")))
     epochs = newest // STEPS + 2
     for seen, steps in run_ranks(run_again, case.world_size, tmp_path, case.during, epochs):
         torch.testing.assert_close(seen, torch.full_like(seen, epochs), rtol=0, atol=0.01)

@@ -30,7 +30,7 @@ from tests.supervision.model import terminate
 
 STEPS = 4  # of an epoch
 FILE_OF_EPOCH = [f"epoch={epoch}-step={STEPS * (epoch + 1)}.ckpt" for epoch in range(2)]
-STOP_FILE = "last-preempted.ckpt"  # by default, next to the other checkpoints
+STOP_FILE = "last-preempted.ckpt"  # the default, in a folder next to the other checkpoints
 STOPPED = 128 + signal.SIGTERM
 PART = 5 << 20  # bytes; the smallest part of an upload that S3 accepts
 # So that a store that never replies is given up within seconds; by default, the client
@@ -203,11 +203,11 @@ def test_a_stop_checkpoint_is_in_the_store(job: Job, undisturbed: dict[str, Tens
     finishes.
     """
     job.run_until_sigterm()
-    assert STOP_FILE in job.files()
+    [path] = [path for path in job.files() if path.endswith(f"-1/{STOP_FILE}")]
     for trained in job.run():
         assert STEPS < trained.first_step < 2 * STEPS
         training.assert_same(trained.weights, undisturbed)
-    assert STOP_FILE not in job.files()
+    assert path not in job.files()
 
 
 def copy_object(source: str, target: str, endpoint: str, trainer: L.Trainer) -> None:

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from tests.gpu.placement import ALONE, GLOO, GPU, Placement, torch_devices
 from tests.harness import training
 from tests.harness.ranks import launch_ranks
-from tests.integration import continuing, rescuing
-from tests.integration.rescuing import Kill, Plan
+from tests.integration import continuing, early_ends
+from tests.integration.early_ends import Kill, Plan
 
 ON_ANY_DEVICE = {"accelerator": "auto", "devices": "auto"}  # the strategy names them
 
@@ -42,7 +42,7 @@ def test_a_resumed_run_draws_the_random_numbers_that_were_next(
     assert placement.run(resume_with_dropout, tmp_path) == no_differences
 
 
-class Scaled(rescuing.Net):
+class Scaled(early_ends.Net):
     """Has the scale of a ``GradScaler`` in a buffer, so that it is compared as a weight
     is.
     """
@@ -81,7 +81,7 @@ def weights_after(
     """Run the plan on ranks started by hand, again after each kill; return the weights
     of each rank.
     """
-    return rescuing.survive(2, plan, kills, directory, env=placement.variables)
+    return early_ends.survive(2, plan, kills, directory, env=placement.variables)
 
 
 AFTER_BACKWARD = Kill("on_after_backward", 9, [0])
@@ -117,6 +117,6 @@ def test_each_start_method_trains_on_a_gpu(start_method: str, tmp_path: Path) ->
     directory = tmp_path / "started"
     directory.mkdir()
     plan = plan_on(GLOO, start_method=start_method)
-    [started] = launch_ranks(rescuing.train, 1, plan, directory, env={})
+    [started] = launch_ranks(early_ends.train, 1, plan, directory, env={})
     assert started.exit_code == 0, started.story()
     training.assert_same(started.result, by_hand)

@@ -119,8 +119,8 @@ def trainer_for(
     callbacks = list(callbacks)
     plugins = list(plugins)
     if kind == "stock" and not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
-        callbacks.append(checkpoint_callback(kind, save_top_k=0, checkpoint_io=io))
-    elif io is not None:
+        callbacks.append(checkpoint_callback(kind, save_top_k=0))
+    if io is not None:
         plugins.append(io)
     # Otherwise Lightning adds one.
     enabled = any(isinstance(callback, Checkpoint) for callback in callbacks)

@@ -73,10 +73,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"devices_per_rank": "2"}, "devices_per_rank must be an integer of at least 1 (got '2')"),
     ({"stop_checkpoint": True}, "stop_checkpoint must be the name or path of a file, or None"),
     ({"stop_checkpoint": "runs/"}, "stop_checkpoint must be the name or path of a file, or None"),
-    (
-        {"rescue_checkpoint": "it.ckpt"},
-        "no argument 'rescue_checkpoint'; the last step is saved to stop_checkpoint by default.",
-    ),
     ({"nccl": {"debug": "INFO"}}, "nccl must be an NCCLOptions or None (got {'debug': 'INFO'})"),
     ({"interface": ["lo"]}, "interface must be the name of a network interface or None (got ['"),
     (

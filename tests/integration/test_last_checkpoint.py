@@ -1,9 +1,8 @@
-"""``ckpt_path="last"`` means the newest usable file of this run that rank 0 finds."""
+"""``ckpt_path="last"`` means the newest file of this fit that rank 0 finds."""
 
 import os
-import shutil
 import socket
-import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ddp_ext import CheckpointError, RankZeroCheckpointIO
-from lightning_ddp_ext.integration.checkpoints.last_search import newest_first
 from tests.checkpoint.content import flip
 from tests.harness import training
 from tests.integration import checkpointing
@@ -70,11 +68,10 @@ EPOCHS = 10  # so that the ranks have time to agree on a stop
 
 
 class CommandRun(NamedTuple):
-    """The steps at which a run began and ended, and its warnings about skipped files."""
+    """The steps at which a run began and ended."""
 
     first_step: int
     last_step: int
-    skipped: list[str]
 
 
 def run_command(
@@ -87,9 +84,9 @@ def run_command(
     io = RankZeroCheckpointIO()
     options = {"max_epochs": EPOCHS, "default_root_dir": directory}
     trainer = checkpointing.trainer_for(kind, directory, io, [begin, saver, *callbacks], **options)
-    with training.warnings_with("skips") as skipped, suppress(SystemExit):
+    with suppress(SystemExit):
         trainer.fit(Net(), ckpt_path="last")
-    return CommandRun(begun[0], trainer.global_step, skipped)
+    return CommandRun(begun[0], trainer.global_step)
 
 
 def run_until_stopped(kind: training.Kind, directory: Path, kept: Path) -> CommandRun:
@@ -106,37 +103,61 @@ def test_last_continues_after_a_preemption(tmp_path: Path) -> None:
     stopped, _ = training.on_ranks("ours", run_until_stopped, tmp_path, kept)
     assert stopped.first_step == 0
     assert stopped.last_step > STEPS + 1
-    for file in kept.iterdir():
+    for file in kept.rglob("*.ckpt"):
         os.utime(file, (0, 0))
     resumed, _ = training.on_ranks("ours", run_command, tmp_path, kept)
-    assert resumed == CommandRun(first_step=stopped.last_step, last_step=EPOCHS * STEPS, skipped=[])
+    assert resumed == CommandRun(first_step=stopped.last_step, last_step=EPOCHS * STEPS)
 
 
-def test_of_files_with_the_same_time_a_stop_checkpoint_is_the_newest(tmp_path: Path) -> None:
-    """The order in which the files are found makes no difference."""
-    saved, stopped = (f"{tmp_path}/{name}" for name in ("last.ckpt", "last-preempted.ckpt"))
-    for path in (saved, stopped):
-        Path(path).touch()
-        os.utime(path, (0, 0))
-    for paths in ([saved, stopped], [stopped, saved]):
-        assert newest_first(paths, written_last={stopped}) == [stopped, saved]
+def refused_command(kind: training.Kind, directory: Path, kept: Path) -> str:
+    """Return the error of a command that resumes."""
+    with pytest.raises(CheckpointError) as caught:
+        run_command(kind, directory, kept)
+    return f"{caught.type.__name__}: {caught.value}"
 
 
-def test_last_is_the_file_before_a_truncated_one(tmp_path: Path) -> None:
-    """Rank 0 warns of the newest file; a file with a version in its name also counts."""
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def alter(path: Path) -> None:
+    flip(path, "data/1")
+
+
+def make_unreadable(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # where nothing is mapped, reading is an error
+
+
+DAMAGED = (
+    "DamagedCheckpointError: checkpoint {} is damaged: ",
+    "use an earlier checkpoint (with ckpt_path='last', delete this file)",
+)
+UNREADABLE = ("CheckpointError: checkpoint {} could not be read: OSError: ", "")
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"), [(truncate, DAMAGED), (alter, DAMAGED), (make_unreadable, UNREADABLE)]
+)
+def test_a_newest_file_that_cannot_be_read_is_an_error(
+    damage: Callable[[Path], None], error: tuple[str, str], tmp_path: Path
+) -> None:
+    """Every rank names the file. Once it is deleted, the same command continues with the one
+    before, also if that has a version in its name.
+    """
     kept = tmp_path / "kept"
     stopped, _ = training.on_ranks("ours", run_until_stopped, tmp_path, kept)
-    newest = kept / "last-preempted.ckpt"
-    os.truncate(newest, newest.stat().st_size // 2)
+    [newest] = kept.glob("*/last-preempted.ckpt")
+    damage(newest)
     (kept / "last.ckpt").rename(kept / "last-v1.ckpt")
-    resumed, other = training.on_ranks("ours", run_command, tmp_path, kept)
+    own, of_rank_1 = training.on_ranks("ours", refused_command, tmp_path, kept)
+    assert of_rank_1 == own
+    assert own.startswith(error[0].format(newest))
+    assert error[1] in own
+    newest.unlink()
+    resumed, _ = training.on_ranks("ours", run_command, tmp_path, kept)
     assert resumed.first_step in range(STEPS, stopped.last_step + 1, STEPS), "an epoch's end"
     assert resumed.last_step == EPOCHS * STEPS
-    assert other.skipped == []
-    [warning] = resumed.skipped
-    assert warning.startswith(
-        f"ckpt_path='last' skips a file that cannot be used: checkpoint {newest} is damaged"
-    )
 
 
 def resumed_from_a_store(kind: training.Kind, directory: Path) -> list[int]:
@@ -156,46 +177,15 @@ def test_last_is_found_at_a_url(tmp_path: Path) -> None:
     assert training.on_ranks("ours", resumed_from_a_store, tmp_path) == [[0, 4]] * 2
 
 
-def refused_last(kind: training.Kind, directory: Path, kept: Path | str) -> str:
-    """Return the error of a run that resumes from the newest file in ``kept``."""
-    trainer = checkpointing.trainer_for(
-        kind, directory, None, [ModelCheckpoint(kept, save_last=True)], max_epochs=1
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about skipped files
-        with pytest.raises(CheckpointError) as caught:
-            trainer.fit(Net(), ckpt_path="last")
-    return f"{caught.type.__name__}: {caught.value}"
-
-
-def test_last_is_not_an_older_file_if_the_newest_cannot_be_read(tmp_path: Path) -> None:
-    """The newest file may be whole, so every rank raises an error with its name."""
-    checkpointing.train_and_save(tmp_path / "last.ckpt")
-    os.utime(tmp_path / "last.ckpt", (0, 0))
-    unreadable = tmp_path / "last-preempted.ckpt"
-    unreadable.symlink_to("/proc/self/mem")  # where nothing is mapped, reading is an error
-    error, of_rank_1 = training.on_ranks("ours", refused_last, tmp_path, tmp_path)
-    assert of_rank_1 == error
-    assert error.startswith(
-        f"CheckpointError: checkpoint {unreadable} could not be read: OSError: "
-    )
-
-
-def test_last_is_an_error_if_every_file_is_damaged(tmp_path: Path) -> None:
-    """No run starts anew and replaces the files: every rank raises the damage of one."""
-    checkpointing.train_and_save(tmp_path / "last.ckpt")
-    flip(tmp_path / "last.ckpt", "data/1")
-    shutil.copy(tmp_path / "last.ckpt", tmp_path / "last-v1.ckpt")
-    error, of_rank_1 = training.on_ranks("ours", refused_last, tmp_path, tmp_path)
-    assert of_rank_1 == error
-    assert error.startswith("DamagedCheckpointError: ")
-    assert "data/1 does not match the recorded CRC" in error
-
-
 def refused_by_a_server(kind: training.Kind, directory: Path, url: str) -> str:
+    """Return the error of a run that resumes from the newest file at a URL."""
     timeout = aiohttp.ClientTimeout(total=1)
     fsspec.config.conf["http"] = {"client_kwargs": {"timeout": timeout}}
-    return refused_last(kind, directory, url)
+    saver = ModelCheckpoint(url, save_last=True)
+    trainer = checkpointing.trainer_for(kind, directory, None, [saver], max_epochs=1)
+    with pytest.raises(CheckpointError) as caught:
+        trainer.fit(Net(), ckpt_path="last")
+    return f"{caught.type.__name__}: {caught.value}"
 
 
 def count_connections(server: socket.socket) -> int:
@@ -208,12 +198,12 @@ def count_connections(server: socket.socket) -> int:
     return connections
 
 
-def test_a_server_that_never_replies_gets_one_request_of_each_rank(tmp_path: Path) -> None:
+def test_a_server_that_never_replies_gets_one_request(tmp_path: Path) -> None:
     """Further requests could take minutes, so all ranks raise the error of rank 0's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}/run"
         error, of_rank_1 = training.on_ranks("ours", refused_by_a_server, tmp_path, url)
-        assert count_connections(server) == 2
+        assert count_connections(server) == 1
     assert of_rank_1 == error
     assert error.startswith(f"CheckpointError: cannot search {url} for checkpoints: ")
     assert "check that it can be reached, or pass the path of a checkpoint" in error

@@ -1,10 +1,10 @@
-"""On SLURM, the ranks save before the time limit, and only the requeued job resumes."""
+"""On SLURM, the ranks save before the time limit, and the requeued job resumes."""
 
-import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.harness.environment import Environment, by_srun
 from tests.harness.ranks import Outcome, launch_ranks, run_ranks
@@ -44,39 +44,39 @@ def requeued(job: Environment) -> Environment:
 
 
 def stop_job(directory: Path, job: Environment) -> Path:
-    """Stop a job that then has many versions of its checkpoint; return the newest one."""
+    """Stop a job; return its checkpoint."""
+    earlier = set(directory.rglob("*.ckpt"))
     outcome, _ = launch(directory, job, is_stopped=True)
     assert outcome.result is False, outcome.story()
     assert "the ranks will finish the current step, save and stop" in outcome.output
     assert f"SLURM did not requeue job {job['SLURM_JOB_ID']}" in outcome.output
-    [newest] = directory.rglob("*.ckpt")
-    for number in range(1, 8):
-        older = shutil.copy(newest, newest.with_stem(f"{newest.stem}-v{number}"))
-        os.utime(older, (number, number))
-    return newest
+    [saved] = set(directory.rglob("*.ckpt")) - earlier
+    assert job["SLURM_JOB_ID"] in saved.parent.name
+    return saved
 
 
-RESUMES_ONLY_WITH_LAST = "a requeued job only resumes with trainer.fit(..., ckpt_path='last')"
-
-
-def test_a_requeued_job_resumes_from_its_newest_file(tmp_path: Path) -> None:
-    """As with stock, no ``ckpt_path`` is needed; a finished job leaves no file."""
+@pytest.mark.parametrize("ckpt_path", [None, "last"])
+def test_a_requeued_job_resumes_from_its_own_file(ckpt_path: str | None, tmp_path: Path) -> None:
+    """As with stock, no ``ckpt_path`` is needed. Another job of the same command leaves a newer
+    file, which stays; a finished job leaves none.
+    """
     job = by_srun()
-    newest = stop_job(tmp_path, job)
-    outcomes = launch(tmp_path, requeued(job), is_stopped=False)
+    own = stop_job(tmp_path, job)
+    newer = stop_job(tmp_path, by_srun())
+    outcomes = launch(tmp_path, requeued(job), is_stopped=False, ckpt_path=ckpt_path)
     assert [outcome.result for outcome in outcomes] == [True, True], outcomes[0].story()
-    assert f"from the checkpoint path at {newest}\n" in outcomes[0].output
-    assert RESUMES_ONLY_WITH_LAST not in outcomes[0].output
-    assert not list(tmp_path.rglob("*.ckpt"))
+    assert f"from the checkpoint path at {own}\n" in outcomes[0].output
+    assert list(tmp_path.rglob("*.ckpt")) == [newer]
 
 
-def test_another_job_of_the_same_command_starts_from_the_beginning(tmp_path: Path) -> None:
-    """A job that was requeued before it saved anything logs how to resume."""
-    newest = stop_job(tmp_path, by_srun())
-    outcomes = launch(tmp_path, requeued(by_srun()), is_stopped=False)
-    assert [outcome.result for outcome in outcomes] == [False, False], outcomes[0].story()
-    assert RESUMES_ONLY_WITH_LAST in outcomes[0].output
-    assert newest.exists()
+@pytest.mark.parametrize("ckpt_path", [None, "last"])
+def test_another_job_resumes_only_if_it_is_asked_to(ckpt_path: str | None, tmp_path: Path) -> None:
+    """A job without a file of its own, requeued or not, continues an earlier one with "last"."""
+    saved = stop_job(tmp_path, by_srun())
+    outcomes = launch(tmp_path, requeued(by_srun()), is_stopped=False, ckpt_path=ckpt_path)
+    resumes = ckpt_path is not None
+    assert [outcome.result for outcome in outcomes] == [resumes] * 2, outcomes[0].story()
+    assert saved.exists() is not resumes
 
 
 def test_a_requeued_job_resumes_without_a_stop_checkpoint(tmp_path: Path) -> None:

@@ -476,7 +476,7 @@ def run_to(
     batch = (epoch, case.index(stop, ranks))
     options = dict[str, Any]()
     if stop in SIGNALS:
-        path = str(place / "last-preempted.ckpt")
+        path = ""
         options["default_root_dir"] = place
         is_signalled = int(os.environ["RANK"]) == epoch % ranks  # any rank will do
         stopping = After(HOOKS[stop], batch, lambda _: os.kill(os.getpid(), signal.SIGTERM))
@@ -488,6 +488,7 @@ def run_to(
         options["max_steps"] = epoch * math.ceil(case.length(ranks) / case.accumulated) + 1
     options["callbacks"] = [*callbacks, *training.options["callbacks"]]
     run = training.run(ckpt_path=ckpt_path, **options)
+    path = path or str(next(place.rglob("last-preempted.ckpt"), ""))
     until_batch = [step for step in run.steps if step.moment <= batch]
     return Stopped(run, path, len(run.steps if stop in ENDING else until_batch))
 

@@ -33,7 +33,7 @@ class End(NamedTuple):
 
     Attributes:
         status: the exit status; ``None`` if no signal stopped the run.
-        checkpoints: the files that are left, below the run's directory.
+        checkpoints: the names of the files that are left.
         steps: the number of steps.
     """
 
@@ -54,7 +54,7 @@ def fit(
         continuing.shuffled(), directory, strategy=dict(strategy), options={"max_epochs": 2}
     )
     run = two_epochs.run(callbacks=callbacks, default_root_dir=place, **options)
-    files = sorted(str(path.relative_to(place)) for path in place.rglob("*.ckpt"))
+    files = sorted(path.name for path in place.rglob("*.ckpt"))
     return End(run.status, files, len(run.steps))
 
 

@@ -5,11 +5,9 @@ command continues there.
 not stopped.
 """
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,6 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.harness import ranks
+from tests.harness.scripts import run_script
 from tests.integration import continuing
 
 SIGTERM_STATUS = 128 + signal.SIGTERM
@@ -38,17 +37,18 @@ class Place(NamedTuple):
     options: Callable[[Path], dict[str, Any]]
 
 
-OF_COMMAND = "checkpoints/*-*/last-preempted.ckpt"
+OF_COMMAND = "checkpoints/*-????????-1/last-preempted.ckpt"
 PLACES = {
     "as Lightning chooses": Place(OF_COMMAND, lambda root: {"logger": True}),
     "fixed version": Place(OF_COMMAND, lambda root: {"logger": CSVLogger(root, version="fixed")}),
-    "no logger": Place("checkpoints/last-preempted.ckpt", lambda root: {}),
-    "no callback": Place(
-        "last-preempted.ckpt", lambda root: {"logger": True, "enable_checkpointing": False}
-    ),
+    "no logger": Place(OF_COMMAND, lambda root: {}),
+    "no callback": Place(OF_COMMAND, lambda root: {"logger": True, "enable_checkpointing": False}),
     "dirpath": Place(
-        "own/last-preempted.ckpt",
+        "own/*-????????-1/last-preempted.ckpt",
         lambda root: {"callbacks": [ModelCheckpoint(root / "own")]},
+    ),
+    "name": Place(
+        "checkpoints/*-????????-1/stop.ckpt", lambda root: {"stop_checkpoint": "stop.ckpt"}
     ),
     "path": Place(
         "given/stop.ckpt",
@@ -83,7 +83,7 @@ class TwoRuns(NamedTuple):
 
     Attributes:
         saved: the stop checkpoints after the stopped run.
-        remaining: the stop checkpoints after the resumed run.
+        remaining: the stop checkpoints and their folders after the resumed run.
     """
 
     stopped: continuing.Run
@@ -100,7 +100,8 @@ def run_twice(rank: int, world_size: int, directory: Path, name: str) -> TwoRuns
     saved = list(root.glob(place.pattern))
     dist.barrier()
     resumed = run_command(place, root)
-    return TwoRuns(stopped, saved, resumed, list(root.rglob(Path(place.pattern).name)))
+    remaining = [*root.rglob(Path(place.pattern).name), *root.rglob("*-????????-1")]
+    return TwoRuns(stopped, saved, resumed, remaining)
 
 
 # One of them is enough for `make fast`.
@@ -109,7 +110,9 @@ NAMES = [name for name in PLACES if name != "no logger"]
 
 @pytest.mark.parametrize("name", [*NAMES, pytest.param("no logger", marks=pytest.mark.lowest)])
 def test_the_same_command_continues_wherever_it_saves(name: str, tmp_path: Path) -> None:
-    """The directory may be new in each run. A finished run leaves no stop checkpoint."""
+    """The directory may be new in each run. A finished run leaves neither the stop checkpoint
+    nor its folder.
+    """
     for runs in ranks.run_ranks(run_twice, 2, tmp_path, name):
         assert (runs.stopped.status, runs.resumed.status) == (SIGTERM_STATUS, None)
         assert len(runs.saved) == 1
@@ -158,9 +161,12 @@ def launch_alone(directory: Path, *words: str, **options: Any) -> Launched:
 
 
 def test_another_command_leaves_a_stop_checkpoint(tmp_path: Path) -> None:
-    """Two experiments may share a directory."""
+    """Two experiments may share a directory. One line names the folder that is left."""
     assert launch_alone(tmp_path, "--lr", "1", stops=True).begin == FROM_START
-    assert launch_alone(tmp_path, "--lr", "2", stops=False).begin == FROM_START
+    [left] = tmp_path.glob("checkpoints/*-????????-1")
+    other = launch_alone(tmp_path, "--lr", "2", stops=False)
+    assert other.begin == FROM_START
+    assert f"in {left.parent}, {left.name} belong to other commands or fits" in other.output
     same = launch_alone(tmp_path, "--lr", "1", "--ckpt_path", "last", stops=False)
     assert same.begin == RESUMED
 
@@ -181,71 +187,37 @@ def test_a_first_run_with_last_names_the_file_of_a_later_one(tmp_path: Path) -> 
     assert launched.output.count(line) == 1
 
 
-class Fold(continuing.Net):
-    """Has hyperparameters, as most models have."""
-
-    def __init__(self, width: int, *args: Any) -> None:
-        super().__init__(*args)
-        self.save_hyperparameters({"width": width})
-
-
 FOLDS = 3
 
 
 def cross_validate(
-    rank: int, world_size: int, directory: Path, name: str, stopped_fold: int | None, width: int
+    rank: int, world_size: int, directory: Path, name: str, stopped_fold: int | None
 ) -> list[str]:
     """Return where each fold begins, until one is stopped."""
     begins = []
     for fold in range(FOLDS):
         callbacks = [stop_rank_one()] if fold == stopped_fold else []
-        model = partial(Fold, width)
-        run = run_command(PLACES[name], directory / name, *callbacks, model=model)
+        run = run_command(PLACES[name], directory / name, *callbacks)
         begins.append(begin_of(run))
         if run.status is not None:
             break
     return begins
 
 
-@pytest.mark.parametrize("name", ["as Lightning chooses", "no logger", "path"])
+@pytest.mark.parametrize("name", ["as Lightning chooses", "no logger"])
 def test_each_fit_of_a_script_finds_its_own_stop_checkpoint(name: str, tmp_path: Path) -> None:
     """No fold of a cross-validation resumes from or replaces another fold's file."""
 
-    def run_again(stopped_fold: int | None, *, width: int = 1) -> list[str]:
-        first, second = ranks.run_ranks(cross_validate, 2, tmp_path, name, stopped_fold, width)
+    def run_again(stopped_fold: int | None) -> list[str]:
+        first, second = ranks.run_ranks(cross_validate, 2, tmp_path, name, stopped_fold)
         assert first == second
         return list(first)
 
     assert run_again(1) == [FROM_START, FROM_START]
     assert run_again(0) == [FROM_START]
-    assert len(list(tmp_path.rglob("*.ckpt"))) >= 2
-    assert run_again(0, width=2) == [FROM_START], "another model is in the same fold"
+    assert len(list(tmp_path.rglob("*preempted*.ckpt"))) == 2
     assert run_again(None) == [RESUMED, RESUMED, FROM_START]
-    assert run_again(None, width=2) == [RESUMED, FROM_START, FROM_START]
     assert not [path for path in tmp_path.rglob("*.ckpt") if "epoch" not in path.name]
-
-
-def test_runs_that_differ_by_environment_keep_their_stop_checkpoints(tmp_path: Path) -> None:
-    """Each run finds its own file.
-
-    A run without one resumes from another's, and names the variables that differ.
-    """
-
-    def launch(part: str, **options: Any) -> Launched:
-        return launch_alone(tmp_path, env={"PART": part}, **options)
-
-    assert launch("a", stops=True).begin == FROM_START
-    other_shell = launch("z", stops=False)  # may be the same run, in another shell
-    assert other_shell.begin == RESUMED
-    assert "if that was another run, move the file away" in other_shell.output
-    assert launch("b", stops=True, ckpt_path=None).begin == FROM_START
-    other_run = launch("c", stops=True)
-    assert other_run.begin == RESUMED
-    assert ".ckpt, saved by a run with other values of PART" in other_run.output
-    same_run = launch("a", stops=False)
-    assert same_run.begin == RESUMED
-    assert "belongs to a run with other values of PART; pass its path" in same_run.output
-    assert ", saved by" not in same_run.output
 
 
 def save_by_a_callback(rank: int, world_size: int, directory: Path, stops: bool) -> str:
@@ -253,7 +225,7 @@ def save_by_a_callback(rank: int, world_size: int, directory: Path, stops: bool)
     return where it begins.
     """
     saver = ModelCheckpoint(directory, save_last=True)
-    place = Place("last.ckpt", lambda root: {"stop_checkpoint": "last.ckpt"})
+    place = Place("last.ckpt", lambda root: {"stop_checkpoint": directory / "last.ckpt"})
     callbacks = [saver, stop_rank_one()] if stops else [saver]
     return begin_of(run_command(place, directory / "run", *callbacks))
 
@@ -266,25 +238,68 @@ def test_a_finished_run_keeps_a_file_that_it_has_written_again(tmp_path: Path) -
     assert torch.load(last, weights_only=True)["global_step"] == STEPS
 
 
-RUNS = 6  # several, because one of two names for the same file would be chosen by chance
+COMMAND = """
+import os
+import signal
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+import lightning_ddp_ext
 
 
-def run_in_relative_directories(rank: int, world_size: int, directory: Path) -> list[str]:
-    """Stop and resume runs in relative directories; return the remaining stop checkpoints."""
-    os.chdir(directory)
-    for number in range(RUNS):
-        options = {
-            "enable_checkpointing": True,
-            "default_root_dir": Path(f"run{number}"),
-            "max_epochs": 1,
-        }
-        command = continuing.Training(continuing.shuffled(), directory, 1, options)
-        command.run(callbacks=[continuing.signalled("on_train_batch_end", 1)], ckpt_path="last")
-        assert list(directory.rglob("*preempted*.ckpt"))
-        command.run(ckpt_path="last")
-    return [str(path) for path in directory.rglob("*preempted*.ckpt")]
+class Ending(L.Callback):
+    def on_train_start(self, trainer, module):
+        print(f"starts at step {trainer.global_step}", flush=True)
+
+    def on_train_batch_start(self, trainer, *_):
+        if str(trainer.global_step) == os.environ["ENDS_AT"]:
+            END
 
 
-def test_a_stop_checkpoint_in_a_relative_root_directory_is_removed(tmp_path: Path) -> None:
-    """Lightning and this package name the file differently; it is found and removed once."""
-    assert ranks.run_ranks(run_in_relative_directories, 1, tmp_path) == [[]]
+if __name__ == "__main__":
+    BEGIN
+    trainer = L.Trainer(
+        strategy="ddp_ext",
+        devices=1,
+        accelerator="cpu",
+        max_epochs=1,
+        default_root_dir="run",
+        enable_progress_bar=False,
+        callbacks=[Ending()],
+    )
+    trainer.fit(BoringModel(), ckpt_path="last")
+"""
+RAISES = "raise ValueError('a broken sample')"
+STOPS = "os.kill(os.getpid(), signal.SIGTERM)"
+STAYS = "pass"
+GOES_TO_SCRIPT = "os.chdir(Path(__file__).parent)"
+BY_TORCHRUN = "python -m torch.distributed.run --nproc-per-node=1 $0"
+
+
+@pytest.mark.parametrize(
+    ("end", "begin", "starts", "steps"),
+    [
+        (RAISES, STAYS, ["python train.py", "python $0", BY_TORCHRUN], [0, 10, 20]),
+        (
+            STOPS,
+            GOES_TO_SCRIPT,
+            ["python train.py", "cd elsewhere; python ../train.py", "python $0"],
+            [0, 11, 21],
+        ),
+    ],
+)
+def test_a_command_continues_however_it_is_started(
+    end: str, begin: str, starts: list[str], steps: list[int], tmp_path: Path
+) -> None:
+    """Each of three runs continues the one before, with a relative root directory."""
+    script = tmp_path / "train.py"
+    script.write_text(COMMAND.replace("END\n", f"{end}\n").replace("BEGIN", begin))
+    (tmp_path / "elsewhere").mkdir()
+    for start, step, ends_at in zip(starts, steps, ("10", "20", ""), strict=True):
+        shell = ("sh", "-c", start)
+        run = run_script(script, launcher=shell, cwd=tmp_path, env={"ENDS_AT": ends_at})
+        assert f"starts at step {step}\n" in run.output, run.story()
+    assert run.exit_code == 0, run.story()
+    assert not list(tmp_path.rglob("*preempted*"))
+    assert not list(tmp_path.rglob("train-*"))

@@ -7,9 +7,6 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ddp_ext.errors import ConfigurationError
-
-from ..checkpoints.checkpoint_io import RankZeroCheckpointIO
 from ..checkpoints.collective import Checkpoints
 from ..private.lightning_tree import fabric, pl, rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
@@ -17,7 +14,7 @@ from ..strategy import DDPExtStrategy
 
 
 class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
-    """Use it instead of ``ModelCheckpoint`` if the ranks of stock ``ddp`` are to act together.
+    """Use this callback instead of ``ModelCheckpoint`` to make all ranks of ``ddp`` act together.
 
     All ranks save, remove and restore together: every rank raises rank 0's error,
     ``ckpt_path="last"`` and ``"best"`` mean the file that rank 0 finds, and every rank is
@@ -26,18 +23,13 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
     does all else by itself. With a strategy that overrides ``save_checkpoint``, such as
     FSDP, the callback warns and behaves like ``ModelCheckpoint``.
 
-    It installs a :class:`~lightning_ddp_ext.RankZeroCheckpointIO` unless the user has
-    set another checkpoint IO. Its state in a checkpoint is the same as
+    It installs a :class:`~lightning_ddp_ext.RankZeroCheckpointIO`, unless the Trainer has
+    another checkpoint IO in ``plugins``. Its state in a checkpoint is the same as
     ``ModelCheckpoint``'s, so each can read the other's checkpoints.
 
     Args:
         *args: see ``ModelCheckpoint``.
-        checkpoint_io: the IO to install instead of one with default arguments.
         **kwargs: see ``ModelCheckpoint``.
-
-    Raises:
-        ConfigurationError: ``checkpoint_io`` differs from the IO of the Trainer or of
-            another of these callbacks.
 
     Example::
 
@@ -45,11 +37,8 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
         trainer = L.Trainer(strategy="ddp", devices=2, callbacks=[callback])
     """
 
-    def __init__(
-        self, *args: Any, checkpoint_io: pl.plugins.CheckpointIO | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._checkpoint_io = checkpoint_io
         self._checkpoints: Checkpoints | None = None
         self._replaced = ReplacedMethods()
 
@@ -69,52 +58,39 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
         self._replaced.undo_all()
         self._checkpoints = None
         strategy = trainer.strategy
-        has_own_save = type(strategy).save_checkpoint is not pl.strategies.Strategy.save_checkpoint
         if isinstance(strategy, DDPExtStrategy):
-            self._install_io(strategy)
             self._checkpoints = strategy.checkpoints
-        elif has_own_save:
+        elif type(strategy).save_checkpoint is pl.strategies.Strategy.save_checkpoint:
+            self._checkpoints = Checkpoints(strategy)
+            self._checkpoints.install(trainer, self._replaced)
+        else:
             rank_zero_warn(
                 f"{type(strategy).__name__} overrides save_checkpoint, so RankZeroCheckpoint leaves"
                 " saving to it and behaves like an ordinary ModelCheckpoint"
             )
-        else:
-            self._install_io(strategy)
-            self._checkpoints = Checkpoints(strategy)
-            self._checkpoints.install(trainer, self._replaced)
         super().setup(trainer, pl_module, stage)
+
+    def _finish(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        if self._checkpoints is not None:
-            self._checkpoints.finish()
+        self._finish()
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         super().on_exception(trainer, pl_module, exception)
-        if self._checkpoints is not None:
-            self._checkpoints.finish()
+        self._finish()
         self._replaced.undo_all()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
         self._replaced.undo_all()
-
-    def _install_io(self, strategy: pl.strategies.Strategy) -> None:
-        present = strategy.checkpoint_io
-        own = self._checkpoint_io
-        if type(present) is pl.plugins.TorchCheckpointIO or getattr(present, "is_default", False):
-            strategy.checkpoint_io = own or RankZeroCheckpointIO.as_default()
-        elif own is not None and own is not present:
-            raise ConfigurationError(
-                f"RankZeroCheckpoint(checkpoint_io={type(own).__name__}) would replace the"
-                f" Trainer's {type(present).__name__}; pass only one checkpoint IO, either in"
-                " plugins or in one callback"
-            )
 
     @override
     def _monitor_candidates(self, trainer: pl.Trainer) -> dict[str, Tensor]:

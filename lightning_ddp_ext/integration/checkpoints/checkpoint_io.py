@@ -20,7 +20,7 @@ from ..private.lightning_tree import pl, rank_zero_info, rank_zero_warn
 
 
 class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
-    """Pass this plugin to choose how files are written and read, with any strategy.
+    """Use this plugin to choose how files are read, with any strategy.
 
     With :class:`~lightning_ddp_ext.DDPExtStrategy` it is the default. With a stock
     strategy, it also needs the callback :class:`~lightning_ddp_ext.RankZeroCheckpoint`,
@@ -55,16 +55,8 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         weights_only: bool | None = None,
     ) -> None:
         self.load_options = LoadOptions(map_location, weights_only, verify)
-        self.is_default = False
         # Seconds for which an unfinished save delays a forced exit of this process.
         self.deadline = 600.0
-
-    @classmethod
-    def as_default(cls) -> RankZeroCheckpointIO:
-        """Return one that the user did not choose, so that a callback's may replace it."""
-        io = cls()
-        io.is_default = True
-        return io
 
     @override
     def save_checkpoint(

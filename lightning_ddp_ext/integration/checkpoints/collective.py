@@ -66,7 +66,9 @@ class Checkpoints:
         self._to_remove: list[PathOrUrl] = []
 
     def install(self, trainer: pl.Trainer, replaced: ReplacedMethods) -> None:
-        """Make the ranks of a stock strategy save and restore together."""
+        """Make the ranks of a stock strategy save and restore together, by our IO."""
+        if type(self._strategy.checkpoint_io) is pl.plugins.TorchCheckpointIO:
+            self._strategy.checkpoint_io = RankZeroCheckpointIO()
         replaced.replace(self._strategy, "save_checkpoint", self.save)
         replaced.replace(self._strategy, "remove_checkpoint", self.remove)
         replaced.restore_checkpoint_by(trainer, self.restore)

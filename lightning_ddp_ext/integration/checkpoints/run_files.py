@@ -1,299 +1,331 @@
-"""Name a run's stop checkpoint, resume from them, and remove obsolete ones.
+"""Name the file that a fit saves when it ends early, and find the one that it continues.
 
-A launcher needs the file that ``ckpt_path="last"`` means before the ranks connect, so
-each rank searches its own disk (:meth:`RunFiles.resolve_last`). Once the ranks have
-connected, all of them raise rank 0's search error, if any, and later restore the file
-that rank 0 found (:meth:`RunFiles.chosen`).
+Ownership is a path. Each fit of a command has a folder beside the Trainer's checkpoints::
+
+    <directory>/<command>-<number of the fit>[-<number of the SLURM job>]/<stop_checkpoint>
+
+``ckpt_path="last"`` means the newest file of this folder and of the places where the
+Trainer's own callbacks save. A SLURM job without a file in its folder continues with
+that of an earlier job of the same command. Other folders are left alone.
+
+Lightning looks for ``"last"`` before the ranks are connected. It gets a placeholder, and
+rank 0 searches for all ranks once they are connected.
 """
 
 from __future__ import annotations
 
-import math
+import hashlib
 import os
+import re
+import secrets
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.location import PathOrUrl
+from lightning_ddp_ext.checkpoint.save import remove
 from lightning_ddp_ext.checkpoint.save_lock import lock_of
-from lightning_ddp_ext.errors import CheckpointError
+from lightning_ddp_ext.data.proxy import copy_attributes
+from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.runs import current_run
 
-from ..private.lightning_tree import SLURMEnvironment, TrainerStatus, rank_zero_info
-from .fit_identity import IN_A_HOOK, KEY, FitIdentity, identify
-from .last_search import UNUSABLE, choose, newest_first, read_candidate
-from .paths import (
-    check_file_name,
-    files_that_last_means,
-    path_of_run_file,
-    versioned,
-    versions_of,
-)
-from .stored_files import change_token, modification_time
+from ..private.compat import chosen_directory_of
+from ..private.lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
+from ..start.slurm import is_requeued, job_id
+from .stored_files import absolute, modification_times, names_in
 
-# Lightning also saves a file for it, whatever the settings.
-_OF_REQUEUED_JOB = "last-preempted.ckpt"
-_UNKNOWN_FILE = "last.ckpt"  # never read: all ranks restore rank 0's file, or raise its error
+_DEFAULT_NAME = "last-preempted.ckpt"
+_PLACEHOLDER = "last.ckpt"  # never read
+# Environment variables that number the tasks of a job array.
+_TASKS = (
+    "SLURM_ARRAY_TASK_ID",
+    "PBS_ARRAY_INDEX",
+    "LSB_JOBINDEX",
+    "SGE_TASK_ID",
+    "JOB_COMPLETION_INDEX",
+)
+_FOLDER = re.compile(r"(?P<fit>.+-[0-9a-f]{8}-\d+)(-[\d_]+)?")
+_IN_A_HOOK = 0  # the number of each fit in a hook of another run
 # The number of fits that this process has begun, without those that a signal stopped.
 _fits_begun = 0
 
 
 @dataclass(frozen=True)
-class _Found:
-    """The result of rank 0's search.
+class Found:
+    """What rank 0 found at the start of a run, the same on every rank.
 
     Attributes:
-        path: the file with which the run continues; ``None`` if the run starts anew.
-        obsolete: the fit's own files that are not newer, with their change tokens.
+        folder: the folder of the fit; ``None`` for one in a hook, which no run resumes.
+        stop: the path of the stop checkpoint; ``None`` if none is saved.
+        token: distinguishes the run from others that save to this path.
+        last: the file with which the run continues, if it was searched and exists.
+        obsolete: the modification times of the fit's stop checkpoints, by path.
     """
 
-    path: str | None
-    obsolete: dict[str, str]
+    folder: str | None = None
+    stop: str | None = None
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    last: str | None = None
+    obsolete: dict[str, float] = field(default_factory=dict)
 
 
 class RunFiles:
-    """The stop checkpoints of a strategy's Trainer.
+    """The stop checkpoint of a strategy's Trainer.
 
     In a run, the methods are called in this order:
 
-    1. :meth:`count_fit` and :meth:`resolve_last`, on each rank, before the ranks connect
-    2. :meth:`raise_search_error`, on rank 0, when they have connected
+    1. :meth:`begin`, before the ranks connect
+    2. :meth:`find`, on rank 0, for all ranks
     3. :meth:`chosen`, on each rank, when the Trainer restores a file
-    4. :meth:`place` on rank 0, at the start and if the ranks are stopped; then
-       :meth:`identify_stop` and, for each checkpoint, :meth:`add_identity` on each rank
-    5. :meth:`remove_obsolete`, on each rank, at the end
+    4. :meth:`remove_obsolete`, on each rank, at the end
 
     Args:
-        stop: the name or path of the stop checkpoint; ``None`` if none is saved.
+        stop: the name or path of the stop checkpoint; ``None`` if none is saved. A name
+            is placed in the folder of the fit, and a path is used as it is.
 
     Attributes:
-        stop_name: the argument ``stop``.
-        requeue_name: the name or path of the file from which a requeued SLURM job
-            continues.
-        identity: the identity of the Trainer's fit.
+        found: the result of :meth:`find`.
     """
 
     def __init__(self, stop: PathOrUrl | None) -> None:
-        check_file_name("stop_checkpoint", stop)
-        self.stop_name = stop
-        self.requeue_name: PathOrUrl = _OF_REQUEUED_JOB if stop is None else stop
-        self._searched_name = self.requeue_name if SLURMEnvironment.detect() else stop
-        self._fit_number = IN_A_HOOK
-        self.identity = FitIdentity()
-        self._is_requeued: dict[str, bool] = {}  # by the path of a stop checkpoint
-        # The result of the last search: a file or none on rank 0, or an error.
-        self._found: _Found | None = None
-        self._search_error: CheckpointError | None = None
+        name = os.path.basename(stop) if isinstance(stop, PathOrUrl) else stop
+        if name in ("", ".", "..") or not (name is None or isinstance(name, str)):
+            raise ConfigurationError(
+                "stop_checkpoint must be the name or path of a file, or None (got"
+                f' {stop!r}); for example, write stop_checkpoint="last.ckpt"'
+            )
+        self._stop = None if stop is None else os.fspath(stop)
+        self._is_path = bool(stop and os.path.dirname(stop))
+        self._fit_number = _IN_A_HOOK
+        self._asks_for_last = False
+        self._has_path = False
+        self.found = Found()
 
     @contextmanager
-    def count_fit(self, trainer: Any) -> Iterator[None]:
-        """Number a fit in its script, if the block is one.
+    def begin(self, trainer: Any, args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        """Number a fit in its script, and note whether it resumes.
 
-        One that a signal stops does not count, as it may be called again.
-        """
-        global _fits_begun
-        is_in_a_hook = current_run() is not None
-        is_counted = not is_in_a_hook and trainer is not None and trainer.state.fn == "fit"
-        if is_in_a_hook:
-            self._fit_number = IN_A_HOOK
-        if is_counted:
-            _fits_begun += 1
-            self._fit_number = _fits_begun
-        try:
-            yield
-        except SystemExit:
-            if is_counted:
-                _fits_begun -= 1
-            raise
-
-    def place(self, name: PathOrUrl | None, trainer: Any) -> str | None:
-        """Return a path for a file at which no file of another fit is replaced.
-
-        Rank 0 calls this for all ranks. A SLURM job's number is part of it, because jobs
-        that SLURM stops together may share a directory. Without a name, return ``None``.
-        """
-        if name is None:
-            return None
-        path = path_of_run_file(name, trainer)
-        path = versioned(path, int(os.environ.get("SLURM_JOB_ID") or 0))
-        versions = (versioned(path, number) for number in count())
-        return next(version for version in versions if self._may_replace(version))
-
-    def _may_replace(self, path: str) -> bool:
-        """Whether a path is free, has a file of this run, or cannot be checked."""
-        if self._found is not None and path == self._found.path:
-            return True
-        try:
-            time = modification_time(path)
-        except CheckpointError:
-            return True
-        if time is None:
-            return True
-        try:
-            saved_by = self.identity.saving_run(path)
-        except UNUSABLE:
-            return True
-        except CheckpointError:
-            certainly_exists = time < math.inf
-            return not certainly_exists
-        return saved_by is None or saved_by.is_this_run
-
-    def identify_stop(self, path: str, *, is_requeued: bool) -> None:
-        """Let the checkpoint that is saved to ``path`` contain the identity of the fit.
+        A fit that a signal stops does not count, as it may be called again.
 
         Args:
-            path: the path of the stop checkpoint.
-            is_requeued: whether SLURM requeues the job, which then continues from it.
-        """
-        self._is_requeued[path] = is_requeued
+            trainer: the Trainer; ``None`` if a user starts ranks without one.
+            args: the arguments of the Trainer's function.
 
-    def add_identity(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Add the identity of the fit to a checkpoint, if it is the stop checkpoint."""
-        if path in self._is_requeued:
-            checkpoint[KEY] = self.identity.to_entry(is_requeued=self._is_requeued[path])
+        Yields:
+            the arguments, with a placeholder instead of ``"last"``.
+        """
+        global _fits_begun
+        if trainer is None:
+            yield args
+            return
+        self.found = Found()
+        self._asks_for_last = any(map(_is_last, args))
+        self._has_path = any(isinstance(argument, PathOrUrl) for argument in args)
+        is_fit = trainer.state.fn == "fit"
+        is_counted = is_fit and current_run() is None
+        _fits_begun += is_counted
+        if is_fit:
+            self._fit_number = _fits_begun if is_counted else _IN_A_HOOK
+        try:
+            yield tuple(_PLACEHOLDER if _is_last(argument) else argument for argument in args)
+        except SystemExit:
+            _fits_begun -= is_counted
+            raise
 
     # Resuming.
 
-    def resolve_last(
-        self, args: tuple[Any, ...], trainer: Any, *, is_rank_zero: bool
-    ) -> tuple[Any, ...]:
-        """Replace ``ckpt_path="last"`` in a Trainer function's arguments by a path.
+    def find(self, trainer: Any) -> Found:
+        """Name the stop checkpoint, and find the file with which the run continues.
 
-        Without a file the arguments are unchanged. In a requeued SLURM job, rank 0 also
-        looks for the job's file if no argument asks for one. An error is kept for
-        :meth:`raise_search_error`: the other ranks may already be connecting.
-
-        Args:
-            args: the arguments of the Trainer's function.
-            trainer: the Trainer; ``None`` if a user starts ranks without one.
-            is_rank_zero: whether this rank's search counts.
-        """
-        if trainer is None:
-            return args
-        self.identity = identify(args, self._fit_number)
-        self._found = None
-        self._search_error = None
-        try:
-            if any(map(_is_last, args)):
-                found = self._search(trainer, is_rank_zero=is_rank_zero)
-                return _with_last_as(found, args) if found else args
-            has_path = any(isinstance(arg, PathOrUrl) for arg in args)
-            is_on_slurm = SLURMEnvironment.detect()
-            if is_rank_zero and is_on_slurm and trainer.state.fn == "fit" and not has_path:
-                self._find_requeued(trainer)
-        except CheckpointError as error:
-            self._search_error = error
-            return _with_last_as(_UNKNOWN_FILE, args)  # Lightning would search for "last" itself
-        return args
-
-    def raise_search_error(self) -> None:
-        """Raise the error that ended this rank's search, if any.
+        Only rank 0 calls this, for all ranks. A requeued SLURM job continues with its own
+        file, unless another one is asked for.
 
         Raises:
             CheckpointError: a store did not answer, or a URL is invalid.
         """
-        if self._search_error is not None:
-            raise self._search_error
+        folder = self._folder(trainer)
+        stop = self._stop_path(folder)
+        if self._asks_for_last:
+            own = self._own_files(folder, stop)
+            last = _newest(own, trainer)
+            rank_zero_info(f"ckpt_path='last' is {last}" if last else _none_found(folder, stop))
+        elif trainer.state.fn == "fit" and not self._has_path and is_requeued():
+            own = self._own_files(folder, stop)
+            own = {path for path in own if path == stop or os.path.dirname(path) == folder}
+            last = next(iter(modification_times(own)), None)
+        else:
+            return Found(folder, stop)
+        return Found(folder, stop, last=last, obsolete=modification_times(own))
 
-    def chosen(self, path: PathOrUrl | None) -> PathOrUrl | None:
-        """Return the file that rank 0 restores, given the one that Lightning chose.
+    def _folder(self, trainer: Any) -> str | None:
+        """Return the folder of the fit."""
+        if self._fit_number == _IN_A_HOOK:
+            return None
+        name = "-".join(filter(None, [_command(), str(self._fit_number), job_id()]))
+        return os.path.join(absolute(_directory_of(trainer)), name)
 
-        If no file is found for ``"last"``, Lightning may choose a file that belongs to
-        another fit.
+    def _stop_path(self, folder: str | None) -> str | None:
+        if self._stop is None:
+            return None
+        if self._is_path:
+            return absolute(self._stop)
+        return None if folder is None else os.path.join(folder, self._stop)
+
+    def _own_files(self, folder: str | None, stop: str | None) -> set[str]:
+        """Return the stop checkpoints of the fit, of which some may be missing.
+
+        Without any in its folder, these are those of other SLURM jobs.
         """
-        return path if self._found is None else self._found.path
-
-    def _search(self, trainer: Any, *, is_rank_zero: bool) -> str | None:
-        """Return the file that ``"last"`` means on this rank.
-
-        Rank 0 also reads the identities of the files, and logs and records its choice.
-        """
-        own = self._own_files(trainer)
-        of_lightning = files_that_last_means(trainer)
-        paths = newest_first(own | of_lightning, written_last=own)
-        if not is_rank_zero:
-            # It would log, because rank_zero_info does not know a rank's number yet.
-            return next(iter(paths), None)
-        choice = choose(paths, own - of_lightning, self.identity)
-        found = None if choice.chosen is None else choice.chosen.path
-        choice.log("" if found else self._none_found(trainer))
-        self._continue_from(found, choice.obsolete)
-        return found
-
-    def _own_files(self, trainer: Any) -> set[str]:
-        """Return the existing files to which only this package saves."""
-        name = self._searched_name
-        return set() if name is None else versions_of(path_of_run_file(name, trainer))
+        if self._is_path and stop is not None:
+            return {stop}
+        if folder is None or (stop is None and not SLURMEnvironment.detect()):
+            return set()
+        directory, own = os.path.split(folder)
+        names = names_in(directory, if_refused=own)
+        folders = [os.path.join(directory, name) for name in names if _fit_of(name) == _fit_of(own)]
+        usual = os.path.basename(stop or _DEFAULT_NAME)
+        files = {
+            os.path.join(each, name)
+            for each in folders
+            for name in names_in(each, if_refused=usual)
+            if not name.startswith(".")  # locks and unfinished files
+        }
+        return {path for path in files if os.path.dirname(path) == folder} or files
 
     def newest(self, trainer: Any) -> str | None:
-        """Return the newest file that ``"last"`` may mean, if any.
+        """Return the file that ``"last"`` means on this rank alone, if any.
 
         Raises:
             CheckpointError: a store does not answer.
         """
-        own = self._own_files(trainer)
-        return next(iter(newest_first(own | files_that_last_means(trainer), own)), None)
+        return _newest(self._own_files(self.found.folder, self.found.stop), trainer)
 
-    def _continue_from(self, path: str | None, obsolete: list[str]) -> None:
-        self._found = _Found(path, {each: change_token(each) for each in obsolete})
+    def chosen(self, path: PathOrUrl | None) -> PathOrUrl | None:
+        """Return the file to restore, given the one that Lightning chose."""
+        is_ours = self._asks_for_last or self.found.last is not None
+        return self.found.last if is_ours else path
 
-    def _find_requeued(self, trainer: Any) -> None:
-        """Find the newest file that this job saved before it was requeued.
+    # Ending early, and finishing.
 
-        As with stock, no argument has to ask for it.
+    def path_at_stop(self, *, requeues: bool) -> str | None:
+        """Return where the ranks save if they are stopped; ``None`` if they do not.
+
+        Args:
+            requeues: whether the SLURM job is requeued, which always needs a file.
         """
-        versions = versions_of(path_of_run_file(self.requeue_name, trainer))
-        files = [read_candidate(path, self.identity) for path in newest_first(versions)]
-        requeued = [
-            file.path
-            for file in files
-            if file.saved_by is not None and file.saved_by.is_continued_by_requeue
-        ]
-        if requeued:
-            self._continue_from(requeued[0], requeued)
-        else:
-            rank_zero_info(
-                "after SIGTERM, a requeued job only resumes with trainer.fit(..., ckpt_path='last')"
-            )
-
-    def _none_found(self, trainer: Any) -> str:
-        """Describe what the next run of this command will find."""
-        line = "ckpt_path='last': no checkpoint yet"
-        if self.stop_name is None:
-            return line
-        path = self.place(self.stop_name, trainer)
-        return f"{line}; if the run ends early, it saves {path}, which the same command then finds"
+        found = self.found
+        if found.stop is None and found.folder is not None and requeues:
+            return os.path.join(found.folder, _DEFAULT_NAME)
+        return found.stop
 
     def remove_obsolete(self, trainer: Any) -> None:
-        """Remove the file that a finished fit resumed from, and its older ones.
+        """Remove the stop checkpoints of a fit that continued from ``"last"`` and finished.
 
-        Otherwise the same command would resume from them every time. Files that changed
-        since then are kept. A fit that a callback stopped may be continued, and a trial run
-        with ``fast_dev_run`` or without batches has not continued it. Only rank 0, which
-        has searched, removes anything.
+        Otherwise the same command would resume from them every time. A file that changed
+        meanwhile is kept. A fit that a callback stopped may be continued, and a trial run
+        with ``fast_dev_run`` or without batches has not continued it.
         """
-        if trainer is None:
-            return  # in a process that starts ranks
-        was_interrupted = trainer.state.status == TrainerStatus.INTERRUPTED
-        is_finished_fit = (
-            trainer.state.fn == "fit" and not was_interrupted and not trainer.should_stop
-        )
-        is_trial = trainer.fast_dev_run or trainer.limit_train_batches == 0
-        if not is_finished_fit or is_trial or self._found is None:
+        if trainer is None or not trainer.is_global_zero or trainer.state.fn != "fit":
             return
-        for path, token in self._found.obsolete.items():
-            if token and change_token(path) == token:
+        was_interrupted = trainer.state.status == TrainerStatus.INTERRUPTED
+        is_trial = trainer.fast_dev_run or trainer.limit_train_batches == 0
+        has_resumed = self.found.last is not None
+        if was_interrupted or trainer.should_stop or is_trial or not has_resumed:
+            return
+        for path, time in self.found.obsolete.items():
+            if modification_times([path]) == {path: time}:
                 trainer.strategy.checkpoint_io.remove_checkpoint(path)
                 Path(lock_of(path)).unlink(missing_ok=True)
+                if not self._is_path:
+                    remove(os.path.dirname(path))
 
 
 def _is_last(argument: Any) -> bool:
     return isinstance(argument, str) and argument == "last"
 
 
-def _with_last_as(path: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments with a path in place of ``"last"``."""
-    return tuple(path if _is_last(arg) else arg for arg in args)
+def _command() -> str:
+    """Return a readable name and a hash of the running command.
+
+    They are the same from each working directory, and with and without the command's
+    option to resume.
+    """
+    script, *options = sys.argv or [""]
+    main = getattr(sys.modules["__main__"], "__file__", None) or ""
+    if os.path.basename(main) == os.path.basename(script):
+        script = main  # absolute, even if the program has changed its directory
+    words = [word for word in map(str, options) if word != "last" and "ckpt_path" not in word]
+    words += [os.environ.get(variable, "") for variable in _TASKS]
+    text = repr([os.path.realpath(script), *words]).encode(errors="surrogateescape")
+    return f"{Path(script).stem}-{hashlib.sha256(text).hexdigest()[:8]}"
+
+
+def _fit_of(name: str) -> str:
+    """Return the name of a folder without the job's number; empty for other names."""
+    folder = _FOLDER.fullmatch(name)
+    return "" if folder is None else folder["fit"]
+
+
+def _directory_of(trainer: Any) -> str:
+    """Return the directory of the Trainer's first checkpoint callback, if users chose it.
+
+    Loggers choose a new one for each run, so without a user's choice, the directory is
+    that of a Trainer without loggers.
+    """
+    callback = trainer.checkpoint_callback
+    chosen = getattr(callback, "dirpath", None)
+    if isinstance(callback, pl.callbacks.ModelCheckpoint):
+        undirected = copy_attributes(callback)
+        undirected.dirpath = None
+        if chosen and chosen == chosen_directory_of(undirected, trainer):  # in an earlier run
+            chosen = None
+    return str(chosen or os.path.join(trainer.default_root_dir, "checkpoints"))
+
+
+def _newest(own: set[str], trainer: Any) -> str | None:
+    """Return the newest of a fit's own files and those of the Trainer's callbacks.
+
+    Stores round times to seconds. Of files with the same time, a stop checkpoint is the
+    newest, because a run saves it at its end.
+    """
+    times = modification_times(own | _files_of_callbacks(trainer))
+    return max(times, key=lambda path: (times[path], path in own), default=None)
+
+
+def _files_of_callbacks(trainer: Any) -> set[str]:
+    """Return the files that Lightning takes for ``"last"``.
+
+    Lightning itself loses the protocol of a URL.
+    """
+    files = set()
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, pl.callbacks.OnExceptionCheckpoint):
+            files.add(absolute(callback.ckpt_path))
+        elif isinstance(callback, pl.callbacks.ModelCheckpoint):
+            directory = absolute(chosen_directory_of(callback, trainer))
+            stem = callback.CHECKPOINT_NAME_LAST
+            suffix = callback.FILE_EXTENSION
+            names = names_in(directory, if_refused=f"{stem}{suffix}")
+            last = re.compile(rf"{stem}.*{re.escape(suffix)}")
+            files |= {os.path.join(directory, name) for name in names if last.fullmatch(name)}
+    return files
+
+
+def _none_found(folder: str | None, stop: str | None) -> str:
+    """Describe what the next run of this command will find, and what is left alone."""
+    lines = ["ckpt_path='last': no checkpoint yet"]
+    if stop is not None:
+        lines.append(f"if the run ends early, it saves {stop}, which the same command then finds")
+    if folder is not None:
+        directory, own = os.path.split(folder)
+        others = sorted(filter(_fit_of, names_in(directory, if_refused=own) - {own}))
+        if others:
+            lines.append(
+                f"in {directory}, {listed(others)} belong to other commands or fits; pass the path"
+                " of a file in them to resume from it"
+            )
+    return "; ".join(lines)

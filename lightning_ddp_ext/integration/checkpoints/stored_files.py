@@ -8,8 +8,8 @@ it later raises the reason on every rank.
 from __future__ import annotations
 
 import os
-import re
 import socket
+from collections.abc import Iterable
 
 from lightning_ddp_ext.checkpoint.location import Location, locate
 from lightning_ddp_ext.errors import CheckpointError
@@ -19,10 +19,25 @@ from lightning_ddp_ext.ranks import chain_of, reason_of
 _UNANSWERED = (TimeoutError, ConnectionError, socket.gaierror)
 
 
-def matching_files(directory: str, pattern: re.Pattern[str], *, if_refused: str) -> set[str]:
-    """Return the paths or URLs of the files in a directory whose names match.
+def absolute(path: str) -> str:
+    """Return one name for a local file or directory; a URL is unchanged.
 
-    A missing directory has none. If listing is refused, return ``{if_refused}``.
+    A file that is a link is not resolved, because it may get another target.
+
+    Raises:
+        CheckpointError: no library for this kind of URL is installed, or the URL is
+            invalid.
+    """
+    local = locate(path).local
+    if local is None:
+        return path
+    return os.path.join(os.path.realpath(local.parent), local.name)
+
+
+def names_in(directory: str, *, if_refused: str) -> set[str]:
+    """Return the names of the files and folders in a directory, which may be missing.
+
+    If listing is refused, return ``{if_refused}``.
 
     Raises:
         CheckpointError: the store does not answer.
@@ -33,21 +48,25 @@ def matching_files(directory: str, pattern: re.Pattern[str], *, if_refused: str)
     except (FileNotFoundError, NotADirectoryError, NotImplementedError):
         return set()
     except Exception as error:  # each kind of store raises its own errors
-        raise_if_unanswered(directory, error)
+        _raise_if_unanswered(directory, error)
         return {if_refused}
     # Only the names, because a file system lists paths without the protocol of a URL.
-    names = map(os.path.basename, listed)
-    return {os.path.join(directory, name) for name in names if pattern.fullmatch(name)}
+    return {os.path.basename(path.rstrip("/")) for path in listed}
 
 
-def modification_time(path: str) -> float | None:
-    """Return a file's modification time, or ``None`` if the file does not exist.
+def modification_times(paths: Iterable[str]) -> dict[str, float]:
+    """Return when the files that exist were changed, by path.
 
-    The time is infinity if the store refuses or does not record it.
+    A time is infinity if the store refuses or does not record it.
 
     Raises:
         CheckpointError: the store does not answer.
     """
+    times = {path: _modification_time(path) for path in paths}
+    return {path: time for path, time in times.items() if time is not None}
+
+
+def _modification_time(path: str) -> float | None:
     location = _locate_anew(path)
     try:
         if location.local is not None:
@@ -56,30 +75,12 @@ def modification_time(path: str) -> float | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except Exception as error:  # each kind of store raises its own errors
-        raise_if_unanswered(path, error)
+        _raise_if_unanswered(path, error)
         return float("inf")
 
 
-def change_token(path: str) -> str:
-    """Return a text that differs after a file was changed or replaced.
-
-    It is empty if the store does not tell.
-    """
-    location = _locate_anew(path)
-    try:
-        return str(location.fs.ukey(location.path))
-    except Exception:  # each kind of store raises its own errors
-        return ""
-
-
-def raise_if_unanswered(path: str, error: BaseException) -> None:
-    """End a search if a store did not answer a request.
-
-    Each further request might also take minutes. Any other error is an answer.
-
-    Raises:
-        CheckpointError: the error is, or follows from, a timeout or a lost connection.
-    """
+def _raise_if_unanswered(path: str, error: BaseException) -> None:
+    """Raise if the error is, or follows from, a timeout or a lost connection."""
     # Clients of stores wrap the errors of their connections.
     if any(isinstance(cause, _UNANSWERED) for cause in chain_of(error)):
         raise CheckpointError(

@@ -185,12 +185,6 @@ def chosen_directory_of(callback: pl.callbacks.ModelCheckpoint, trainer: Any) ->
     return str(private(callback, "_ModelCheckpoint__resolve_ckpt_dir")(trainer))
 
 
-def checkpoint_of_requeued_job(trainer: Any) -> str | None:
-    """Return the file that Lightning saved when SLURM requeued the job, if any."""
-    path: str | None = private(trainer, "_checkpoint_connector", "_hpc_resume_path")
-    return path
-
-
 # Loaders, and when to validate.
 
 

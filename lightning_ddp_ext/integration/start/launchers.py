@@ -95,15 +95,14 @@ class ScriptLauncher(SubprocessScriptLauncher):
         variables = self._variables_in_run(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
         files = self._parts.files
-        with environment_with(variables), files.count_fit(trainer):
-            args = files.resolve_last(args, trainer, is_rank_zero=self._strategy.is_global_zero)
+        with environment_with(variables), files.begin(trainer, args) as args:
             return supervised(
                 function,
                 *args,
                 harmless=_HARMLESS,
                 is_joint=self._is_joint,
                 handler=sys._getframe(1),  # the Trainer's calling frame, which runs later hooks
-                rescue=self._parts.last_step.save,
+                save=self._parts.last_step.save,
                 **kwargs,
             )
 
@@ -191,7 +190,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
             self._environment, self._strategy.num_nodes
         )
         results = _Results(temporary_path())
-        with self._parts.files.count_fit(trainer), environment_with(variables):
+        with self._parts.files.begin(trainer, args) as args, environment_with(variables):
             os.environ.pop("RANK", None)  # every started process would inherit a user's RANK
             os.environ["MASTER_ADDR"] = self._environment.main_address
             os.environ["MASTER_PORT"] = str(self._environment.main_port)
@@ -269,12 +268,10 @@ class ProcessesLauncher(MultiProcessingLauncher):
             # Pickled tensors are in shared memory, so the ranks would all train the
             # same parameters. Lightning only copies them for spawn.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
-        is_rank_zero = self._environment.node_rank() == local_rank == 0
         function = partial(
-            supervised, task.function, harmless=_HARMLESS, rescue=self._parts.last_step.save
+            supervised, task.function, harmless=_HARMLESS, save=self._parts.last_step.save
         )
         try:
-            args = self._parts.files.resolve_last(args, task.trainer, is_rank_zero=is_rank_zero)
             results: Any = task.results  # Lightning expects a queue
             self._wrapping_function(
                 local_rank, task.trainer, function, args, kwargs, results, task.state

@@ -20,6 +20,11 @@ def job_id() -> str:
     return os.environ.get("SLURM_JOB_ID", "")
 
 
+def is_requeued() -> bool:
+    """Whether SLURM has started this job before."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+
+
 def is_preempted() -> bool:
     """Whether SLURM stops this job in favour of another one.
 

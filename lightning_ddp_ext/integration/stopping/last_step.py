@@ -9,7 +9,6 @@ lock lets one of them do so. Another one takes over if that rank is killed meanw
 from __future__ import annotations
 
 import copy
-import secrets
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,6 @@ from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.threads import wait_for_gpus
 
-from ..checkpoints.fit_identity import KEY as FILE_KEY
 from ..checkpoints.run_files import RunFiles
 from ..data.loop_state import Restart, Stopped, complete_batch, find_restart
 from ..data.resume import KEY, Resume
@@ -43,7 +41,7 @@ from ..private.compat import (
 )
 from ..private.lightning_tree import pl
 from ..start.devices import RankDevicesStrategy
-from ..strategy_ranks import is_sharded, ranks_of
+from ..strategy_ranks import is_sharded
 from .stops import StopController
 
 
@@ -109,21 +107,13 @@ class LastStepSaver:
         return {**vars(self), "_fit": None, "_opened": ExitStack()}
 
     def start(self) -> None:
-        """Share the path of the checkpoint, if the Trainer runs ``fit``.
-
-        Loggers choose directories on rank 0, and command lines may differ by rank.
-        Collective: every rank must call it.
-        """
+        """Save the last step of the fit from now on, if the Trainer runs one."""
         self.end()
         trainer = self._strategy.current_trainer
-        files = self._files
-        if current() is None or trainer.state.fn != "fit" or files.stop_name is None:
+        found = self._files.found
+        if current() is None or trainer.state.fn != "fit" or found.stop is None:
             return
-        ranks = ranks_of(self._strategy)
-        path = files.place(files.stop_name, trainer) if ranks.rank == 0 else None
-        own = (path, secrets.token_hex(8), files.identity)
-        path, token, files.identity = ranks.from_rank_zero(own)
-        self._fit = _Fit(trainer, path, token)
+        self._fit = _Fit(trainer, found.stop, found.token)
         self._opened.enter_context(
             delaying_forced_exit(self._seconds, "save the last step", is_needed=self._has_step)
         )
@@ -235,7 +225,6 @@ class LastStepSaver:
         checkpoint = _checkpoint_of(step, fit.trainer)
         ranks = [self._resume.state_at(step.restart, None)]
         checkpoint[KEY] = self._resume.make_section(step.restart, step.stopped, ranks)
-        checkpoint[FILE_KEY] = self._files.identity.to_entry()
         self._stops.finish_earlier_saves().save_checkpoint(checkpoint, fit.path)
 
 

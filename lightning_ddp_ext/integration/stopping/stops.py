@@ -180,7 +180,8 @@ class StopController:
 
         A step may take a long time, and users might otherwise press Ctrl-C again.
         """
-        saves = self._files.stop_name is not None or self._requeues(request)
+        requeues = self._requeues(request)
+        saves = self._files.path_at_stop(requeues=requeues) is not None
         stop = ", save and stop" if saves else " and stop without saving"
         if request.signum == signal.SIGINT:
             stop += "; press Ctrl-C again to exit immediately without saving"
@@ -266,15 +267,10 @@ class StopController:
 
         Rank 0 passes whether it then requeues the job; the other ranks pass False.
         """
-        files = self._files
-        choice: Any = None
-        if self._strategy.is_global_zero:
-            name = files.requeue_name if requeues else files.stop_name
-            choice = (files.place(name, self._trainer), requeues)
-        path, is_requeued = self._strategy.broadcast(choice)
+        is_requeued = self._strategy.broadcast(requeues)
+        path = self._files.path_at_stop(requeues=is_requeued)
         if path is None:
             return "nothing is saved (stop_checkpoint=None)"
-        files.identify_stop(path, is_requeued=is_requeued)
         self.finish_earlier_saves()
         self._trainer.save_checkpoint(path)
         self.has_saved = True

@@ -19,7 +19,7 @@ from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.harness import training
 from tests.harness.ranks import Outcome, launch_ranks, stories
 
-NAME = "last-rescued.ckpt"
+NAME = "last-preempted.ckpt"  # the default
 EPOCHS = 3
 BATCHES = 12  # of each rank in an epoch
 VALIDATION_BATCHES = 2  # of each rank
@@ -121,22 +121,22 @@ class FaultyIO(RankZeroCheckpointIO):
     Args:
         fault: called before a write, which it may prevent.
         earlier: the number of writes before that one.
-        in_rescue: whether the file is a survivor's, or one of the Trainer's own.
+        of_last_step: whether the file is a survivor's, or one of the Trainer's own.
     """
 
     def __init__(
-        self, fault: Callable[[], object], *, earlier: int = 0, in_rescue: bool = True
+        self, fault: Callable[[], object], *, earlier: int = 0, of_last_step: bool = True
     ) -> None:
         super().__init__()
         self.fault = fault
         self.writes_left = earlier
-        self.in_rescue = in_rescue
+        self.of_last_step = of_last_step
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        is_rescue = Path(path).name == NAME
-        write = self.write if is_rescue == self.in_rescue else os.write
+        is_of_last_step = Path(path).name == NAME
+        write = self.write if is_of_last_step == self.of_last_step else os.write
         with patch.object(os, "write", write):
             super().save_checkpoint(checkpoint, path, storage_options)
 
@@ -163,13 +163,13 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
     """Train from the newest checkpoint on, with another seed; return the final weights and
     the number of steps that loggers count.
     """
-    L.seed_everything(8 + rank if any(directory.glob("*.ckpt")) else 7, verbose=False)
-    strategy = {"stop_checkpoint": directory / NAME, "timeout": 60, **plan.strategy}
+    L.seed_everything(8 + rank if files_in(directory) else 7, verbose=False)
+    strategy = {"timeout": 60, **plan.strategy}
     training.backend(strategy.get("process_group_backend", "gloo"))
     callbacks: list[L.Callback] = [FinishedSteps(directory)]
     kill = plan.kill
     if kill is not None and kill.moment == "writing":
-        io = FaultyIO(kill.end_process, earlier=kill.earlier, in_rescue=False)
+        io = FaultyIO(kill.end_process, earlier=kill.earlier, of_last_step=False)
         strategy["checkpoint_io"] = io
     elif kill is not None:
         callbacks.append(kill.callback())
@@ -180,6 +180,7 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
         "max_epochs": EPOCHS,
         "num_sanity_val_steps": 0,
         "enable_checkpointing": True,
+        "default_root_dir": directory,
         **plan.trainer,
     }
     net = plan.model()
@@ -221,7 +222,7 @@ def survive(
             break
         assert kill is not None, stories(outcomes)
         assert finished_step(directory, outcomes, kill) <= saved_step(directory), stories(outcomes)
-    assert not [path for path in directory.iterdir() if NAME in path.name]
+    assert not list(directory.rglob(NAME))
     return [outcome.result for outcome in outcomes]
 
 
@@ -233,9 +234,14 @@ def finished_step(directory: Path, outcomes: list[Outcome], kill: Kill) -> int:
     return max((int(path.read_text()) for path in paths if path.exists()), default=0)
 
 
+def files_in(directory: Path) -> list[Path]:
+    """Return the checkpoints of a run, also in folders of its fits."""
+    return [*directory.glob("*.ckpt"), *directory.glob(f"*/{NAME}")]
+
+
 def saved_step(directory: Path) -> int:
     """Return the step of the newest checkpoint; fail if it names a missing file."""
-    newest = max(directory.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, default=None)
+    newest = max(files_in(directory), key=lambda path: path.stat().st_mtime_ns, default=None)
     if newest is None:
         return 0
     checkpoint = torch.load(newest, weights_only=True, map_location="cpu")

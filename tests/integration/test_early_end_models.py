@@ -1,5 +1,6 @@
 """Which models a rank saves after a failure, and when it saves nothing."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from tests.harness.ranks import launch_ranks
+from tests.harness.ranks import launch_ranks, stories
+from tests.harness.scripts import print_line
 from tests.harness.training import Batch
-from tests.integration import rescuing
-from tests.integration.rescuing import Kill, Net, Plan
+from tests.integration import early_ends
+from tests.integration.early_ends import BATCHES, EPOCHS, Kill, Net, Plan
 
 
 class Clipping(Net):
@@ -63,9 +65,41 @@ def test_three_kills_leave_the_weights_of_an_unbroken_run(
         Kill("on_validation_batch_start", earlier=1),
         Kill("on_before_backward", earlier=3),
     ]
-    killed = rescuing.survive(2, plan, kills, tmp_path / "killed")
-    unbroken = rescuing.survive(2, plan, (), tmp_path / "unbroken")
+    killed = early_ends.survive(2, plan, kills, tmp_path / "killed")
+    unbroken = early_ends.survive(2, plan, (), tmp_path / "unbroken")
     torch.testing.assert_close(killed, unbroken, rtol=0, atol=0)
+
+
+class TwoOptimizers(Net):
+    """Makes a step of each of two optimisers in each batch, and prints the batch."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        first, _, second = self.layers
+        return [torch.optim.AdamW(layer.parameters(), lr=0.05) for layer in (first, second)]
+
+    def training_step(self, batch: Batch, index: int) -> None:
+        print_line(f"batch {index}")
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, index))
+            optimizer.step()
+
+
+@pytest.mark.parametrize("by", ["kill", "error"])
+def test_a_batch_is_repeated_as_a_whole_if_a_second_optimiser_fails(
+    by: str, tmp_path: Path
+) -> None:
+    """The first optimiser's step in it is saved, and made again."""
+    fails = Kill("on_before_backward", earlier=9, by=by)  # in the fifth batch
+    failed = launch_ranks(early_ends.train, 2, Plan(fails, model=TwoOptimizers), tmp_path)
+    assert any("saved step 9 to" in outcome.output for outcome in failed), stories(failed)
+    resumed, _ = launch_ranks(early_ends.train, 2, Plan(model=TwoOptimizers), tmp_path)
+    assert resumed.exit_code == 0, resumed.story()
+    batches = re.findall(r"^batch (\d+)$", resumed.output, re.MULTILINE)
+    later = [*range(BATCHES)] * (EPOCHS - 1)
+    assert [int(batch) for batch in batches] == [*range(4, BATCHES), *later]
 
 
 # Models and options with which the weights may not be those of the last finished step.
@@ -163,10 +197,10 @@ def test_a_survivor_does_not_save_a_checkpoint_that_could_be_wrong(
     reason: str, plan: Plan, tmp_path: Path
 ) -> None:
     """The survivor prints the reason next to the error that names the dead rank."""
-    survivor, _ = launch_ranks(rescuing.train, 2, plan, tmp_path)
+    survivor, _ = launch_ranks(early_ends.train, 2, plan, tmp_path)
     assert survivor.exit_code == 1
     _, refusal, rest = survivor.output.partition("this rank did not save the last step: ")
     assert refusal, survivor.story()
     assert reason in rest.splitlines()[0]
     assert "RankDiedError: rank 1 " in survivor.output
-    assert not (tmp_path / rescuing.NAME).exists()
+    assert not list(tmp_path.rglob(early_ends.NAME))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.rescuing import BATCHES, EPOCHS, VALIDATION_BATCHES, Kill, Plan, survive
+from tests.integration.early_ends import BATCHES, EPOCHS, VALIDATION_BATCHES, Kill, Plan, survive
 
 KILLS_OF_A_CHAIN = 3
 FIRST_SEED = int(os.environ.get("SOAK_SEED", 0))
@@ -67,6 +67,15 @@ CHAINS = [
             Kill("on_validation_batch_end", earlier=2, ranks=[0]),
         ],
         trainer={"val_check_interval": 5},
+    ),
+    # After the first one, no step has finished.
+    Chain(
+        [
+            Kill("on_after_backward", earlier=9, by="error"),
+            Kill("setup", by="error"),
+            Kill("on_train_start", ranks=[0], by="error"),
+            Kill("on_train_batch_start", ranks=[0, 1], by="error"),
+        ]
     ),
     Chain(
         [Kill("on_train_batch_end", earlier=6), Kill("on_after_backward", earlier=1, ranks=[0])],
