@@ -34,10 +34,13 @@ class Ranks:
         world_size: the number of ranks; a single rank needs no process group.
         device: this rank's device.
         group: the ranks' process group; ``None`` for the default group.
-        check: called before each collective and before received values are used. It
-            raises if another rank has failed: a collective that starts during an abort
-            may wait until its timeout, and those that NCCL aborts return arbitrary
-            values.
+        check: called before each collective. It raises if another rank has failed: a
+            collective that starts during an abort may wait until its timeout.
+        check_received: called before received values are used. It raises if they may be
+            arbitrary, as those of a collective that NCCL aborts.
+        settle: called with the name of the work before all ranks raise its error, to wait
+            until every rank has it. Otherwise the first rank to raise might abort the
+            collective in which a slower rank still receives it.
     """
 
     rank: int = 0
@@ -45,6 +48,8 @@ class Ranks:
     device: torch.device = torch.device("cpu")  # noqa: RUF009 # immutable
     group: dist.ProcessGroup | None = None
     check: Callable[[], None] = lambda: None
+    check_received: Callable[[], None] = lambda: None
+    settle: Callable[[str], None] = lambda what: None
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order."""
@@ -59,7 +64,7 @@ class Ranks:
         values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
         self.check()
         dist.gather_object(value, values, dst=0, group=self.group)
-        self.check()
+        self.check_received()
         return values
 
     def from_rank_zero(self, value: Any) -> Any:
@@ -77,7 +82,7 @@ class Ranks:
         extremes = torch.tensor([number, ~number], device=self._wire)
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
         largest, complement_of_smallest = extremes.tolist()
-        self.check()
+        self.check_received()
         return bool(largest == ~complement_of_smallest)
 
     def _all_gather(self, own: Tensor) -> list[Tensor]:
@@ -113,7 +118,7 @@ class Ranks:
         filled = bytearray(data[:size].ljust(size, b"\0"))
         own = torch.frombuffer(filled, dtype=torch.uint8).to(self._wire)
         rows = [row.cpu().numpy().tobytes() for row in collective(own)]
-        self.check()
+        self.check_received()
         return rows
 
     def broadcast(self, buffers: Iterable[Tensor]) -> None:
@@ -129,7 +134,7 @@ class Ranks:
             finish()
             finish = partial(self._receive, work, sent, piece)
         finish()
-        self.check()
+        self.check_received()
 
     def _receive(self, work: Any, sent: Tensor, piece: Tensor) -> None:
         work.wait()
@@ -141,9 +146,7 @@ class Ranks:
         """The device whose tensors the group can send."""
         return torch.device("cpu") if is_gloo("cpu", self.group) else self.device
 
-    def on_rank_zero(
-        self, work: Callable[[], T], what: str, settle: Callable[[], object] = lambda: None
-    ) -> T:
+    def on_rank_zero(self, work: Callable[[], T], what: str) -> T:
         """Run ``work`` on rank 0; every rank returns its result or raises its error.
 
         If rank 0 dies during the work, the control channel unblocks the other ranks.
@@ -151,9 +154,6 @@ class Ranks:
         Args:
             work: called on rank 0 only; its result must be picklable.
             what: the name of the work in the note that other ranks add to the error.
-            settle: called before an error is raised, to wait until every rank has it.
-                Otherwise the first rank to raise might abort the broadcast that a
-                slower rank is still receiving.
 
         Raises:
             Exception: the exception of ``work``. Other ranks raise a copy, or a
@@ -174,7 +174,7 @@ class Ranks:
                 message = _Failure.of(error)
         message = self.from_rank_zero(message)
         if isinstance(message, _Failure):
-            settle()
+            self.settle(what)
             raise own or message.to_error(what, rank=0)
         return result if self.rank == 0 else pickle.loads(message)
 
@@ -197,6 +197,7 @@ class Ranks:
         failures = self.gather(None if own is None else _Failure.of(own))
         for rank, failure in enumerate(failures):
             if failure is not None:
+                self.settle(what)
                 if own is not None and rank == self.rank:
                     raise own
                 raise failure.to_error(what, rank=rank)

@@ -118,8 +118,7 @@ def test_a_comparison_that_an_abort_ends_raises_the_failure() -> None:
 
     So does the collective of a single rank in this test.
     """
-    checks = iter([lambda: None, fail])
-    ranks = Ranks(0, 2, check=lambda: next(checks)())
+    ranks = Ranks(0, 2, check_received=fail)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(RankFailedError, match="rank 1 failed"):

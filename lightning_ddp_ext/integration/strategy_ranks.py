@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import NoReturn
 
 import torch.distributed as dist
 
+from lightning_ddp_ext.errors import RankFailedError
 from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
 
@@ -33,7 +35,25 @@ def ranks_of(strategy: pl.strategies.Strategy) -> Ranks:
     context = current()
     if context is None or world_size == 1:
         return Ranks(rank, world_size, strategy.root_device)
-    return Ranks(rank, world_size, strategy.root_device, check=context.peers.check)
+    return Ranks(
+        rank,
+        world_size,
+        strategy.root_device,
+        check=context.peers.check,
+        check_received=check_received,
+        settle=_wait_at_end,
+    )
+
+
+def _wait_at_end(what: str) -> None:
+    """Wait until all ranks have the result, or until another rank fails.
+
+    The error of the work is raised even then.
+    """
+    context = current()
+    if context is not None:
+        with suppress(RankFailedError):
+            context.barriers.enter(f"the end of {what}")
 
 
 def is_sharded(optimizer: object) -> bool:

@@ -113,19 +113,6 @@ def test_an_interface_that_the_host_does_not_have_is_refused() -> None:
     assert "Unable to find address for: eth99" in outcome.failure.message, outcome.story()
 
 
-def fit_with_another_version(rank: int, world_size: int) -> None:
-    torch.__version__ = f"{torch.__version__}.{rank}"  # another one on each rank
-    make_trainer(DDPExtStrategy(), max_epochs=1).fit(Net())
-
-
-def test_ranks_with_different_versions_of_torch_are_refused() -> None:
-    """Every rank names the package that differs."""
-    for outcome in launch_ranks(fit_with_another_version, 2, env=by_hand_env(2, free_port())):
-        assert outcome.failure.message.startswith(
-            "the version of torch must be the same on all ranks: rank 0 ("
-        )
-
-
 class Coloured(DDPExtStrategy):
     """A user's strategy with an additional argument."""
 

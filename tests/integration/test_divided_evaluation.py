@@ -146,4 +146,4 @@ def test_a_rank_whose_stream_yields_no_batch_ends_the_evaluation(tmp_path: Path)
     assert first == second
     kind, message = first
     assert kind is RankAbsentError
-    assert "let every rank run the same number of evaluation steps" in message
+    assert "if the ranks have different numbers of batches, use" in message

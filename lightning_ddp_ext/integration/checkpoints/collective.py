@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.load import MapLocation
@@ -223,7 +222,7 @@ class Checkpoints:
         if self.is_interrupted or self._ranks.world_size == 1:
             return work() if self._strategy.is_global_zero else None
         with self._naming_absent_rank(what):
-            return self._ranks.on_rank_zero(work, what, partial(_wait_at_end, what))
+            return self._ranks.on_rank_zero(work, what)
 
     def to_rank_zero(self, value: Any, what: str) -> list[Any] | None:
         """Return the values of all ranks on rank 0, and ``None`` on the others.
@@ -380,14 +379,3 @@ def _refusal_after_abort(path: PathOrUrl) -> str:
         " queued optimiser step may have used the gradients of only some ranks; an existing"
         " file is left untouched, so continue from the last checkpoint"
     )
-
-
-def _wait_at_end(what: str) -> None:
-    """Wait until all ranks have the result, or until another rank fails.
-
-    The error of the work is raised even then.
-    """
-    context = current()
-    if context is not None:
-        with suppress(RankFailedError):
-            context.barriers.enter(f"the end of {what}")
