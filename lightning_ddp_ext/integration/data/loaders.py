@@ -27,10 +27,8 @@ from lightning_ddp_ext.data.loader import (
     source_of,
 )
 from lightning_ddp_ext.data.loader_properties import length_or_inf
-from lightning_ddp_ext.data.position import global_order_of, rewind
+from lightning_ddp_ext.data.position import rewind
 from lightning_ddp_ext.data.proxy import own_copy
-from lightning_ddp_ext.data.random_state import mix
-from lightning_ddp_ext.data.samplers import TorchOrderSampler
 
 from ..checkpoints.collective import Checkpoints
 from ..private.compat import active_loop_of, combined_iterator_of, iterators_of
@@ -39,7 +37,7 @@ from ..private.replaced_methods import Prepare, ReplacedMethods
 from ..start.devices import RankDevicesStrategy
 from ..stopping.stops import StopController
 from .evaluation import Evaluation
-from .positions import training_loaders_of, validation_loaders_of
+from .orders import training_loaders_of, validation_loaders_of
 from .resume import Resume, ResumeData
 from .sampler_choice import divide
 from .uneven import UnevenInputs, UnevenMode
@@ -126,7 +124,7 @@ class TrainerLoaders:
             stage,
             shuffle=shuffle,
             counts_once=self.evaluation.is_exact,
-            seed=lambda: self.resume.seed,
+            seed=self.resume.orders.agree,
         )
         if divided is None:
             divided = as_lightning(source, shuffle, stage)
@@ -139,7 +137,8 @@ class TrainerLoaders:
         self._combined_iterator = None  # refers to loaders that are not needed any longer
         loader = TrainingLoader(divided, self.start, is_dealt=is_dealt)
         self.uneven.agree_on_length(loader)
-        loader.make_position(self.resume.order_of_rank(0), self._read_ahead(loader))
+        loader.make_position(self._read_ahead(loader))
+        self.resume.orders.agree()
         return loader.shown()
 
     def _read_ahead(self, loader: TrainingLoader) -> int:
@@ -201,7 +200,6 @@ class TrainerLoaders:
         if combined_iterator_of(fit_loop) is self._combined_iterator:
             return self._start_at_position(loader, iterator)
         self._combined_iterator = combined_iterator_of(fit_loop)
-        self._assign_orders()
         self.resume.before_iterators()
         batches = self._start_at_position(loader, iterator)
         for other in iterators_of(fit_loop):
@@ -211,20 +209,6 @@ class TrainerLoaders:
         if iterator.before_next is not None:
             iterator.before_next()
         return batches
-
-    def _assign_orders(self) -> None:
-        """Let each training loader draw an order of its own, under the seed of the run.
-
-        Hooks may have loaded the data before a checkpoint has set that seed. Stock's
-        samplers all have one seed.
-        """
-        for number, loader in enumerate(training_loaders_of(self._strategy.current_trainer)):
-            order = self.resume.order_of_rank(number)
-            vars(loader.ranks).update(vars(order))
-            sampler = global_order_of(loader.loader)
-            if loader.is_dealt and sampler is not None:
-                is_stocks = isinstance(sampler, TorchOrderSampler)
-                sampler.seed = order.seed if is_stocks else mix(order.seed, number)
 
     def _start_at_position(self, loader: TrainingLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Start an iterator over a training loader at the loader's position."""
@@ -240,9 +224,7 @@ class TrainerLoaders:
 
     def on_train_start(self) -> None:
         """Set the counters and the random state with which training continues."""
-        self._assign_orders()
-        iterator = combined_iterator_of(self._strategy.current_trainer.fit_loop)
-        self.resume.on_train_start(has_begun=iterator is self._combined_iterator)
+        self.resume.on_train_start()
 
     def on_train_batch_start(self, batch: Any) -> None:
         """Let the loops continue as usual, and compare the ranks' first batches.

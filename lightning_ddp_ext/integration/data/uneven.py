@@ -31,7 +31,7 @@ from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of
 from ..private.lightning_tree import rank_zero_warn
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import group_of_small_collectives, ranks_of, refuse
-from .positions import training_loaders_of
+from .orders import training_loaders_of
 
 UnevenMode = Literal["stop_at_shortest"]
 
