@@ -138,6 +138,21 @@ CHANGES = {
         ],
         UNKNOWN_ORDER,
     ),
+    "a stream beside the user's sampler": same(
+        lambda rank, world_size: [
+            divided_by_user(SAMPLES)(rank, world_size),
+            continuing.stream(4)(rank, world_size),
+        ],
+        UNKNOWN_ORDER,
+        options=UNDIVIDED,
+    ),
+    "a stream beside a loader with a state": same(
+        lambda rank, world_size: [
+            stateful()(rank, world_size),
+            continuing.stream(4)(rank, world_size),
+        ],
+        UNKNOWN_ORDER,
+    ),
     "workers that yield the first batch that is ready": same(
         divided_by_strategy(in_order=False, **continuing.workers(2)), UNKNOWN_ORDER
     ),
