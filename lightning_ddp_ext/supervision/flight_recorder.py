@@ -35,7 +35,7 @@ _SHARE_OF_TIMEOUT = 0.9
 Purpose = Literal["logged values", "metric", "backward", ""]
 # Parts of paths of files on the stack of a collective, which reveal its purpose.
 _PURPOSES: dict[str, Purpose] = {
-    "/lightning_ddp_ext/reductions/": "logged values",
+    "/lightning_ddp_ext/reductions.py": "logged values",
     "/torchmetrics/": "metric",
     "/torch/autograd/": "backward",
 }

@@ -126,7 +126,7 @@ def same(loaders: Loaders, reason: str, **options: Any) -> Change:
 
 # The strategy does not divide the samples.
 UNDIVIDED: dict[str, Any] = {"use_distributed_sampler": False}
-REMEDIES = ("StatefulDataLoader", "resume with the same", "resume on 2 ranks")
+REMEDIES = ("map-style dataset", "resume with the same", "resume on 2 ranks")
 OTHER_ORDER = "draws another order"
 UNKNOWN_ORDER = "yields batches in an order that cannot be drawn again"
 CHANGES = {
@@ -151,7 +151,7 @@ CHANGES = {
             stateful()(rank, world_size),
             continuing.stream(4)(rank, world_size),
         ],
-        UNKNOWN_ORDER,
+        "was not at a known place",
     ),
     "workers that yield the first batch that is ready": same(
         divided_by_strategy(in_order=False, **continuing.workers(2)), UNKNOWN_ORDER

@@ -232,4 +232,6 @@ class TrainerLoaders:
         Collective if the loaders are new.
         """
         self.resume.on_train_batch_start()
+        if self.uneven.has_new_loaders:
+            self.resume.orders.gather()
         self.uneven.on_train_batch_start(batch)

@@ -97,10 +97,16 @@ class Orders:
                 is_stocks = isinstance(sampler, TorchOrderSampler)
                 sampler.seed = seed if is_stocks else mix(seed, number)
 
+    @property
+    def can_differ(self) -> bool:
+        """Whether a rank draws orders that another one may not draw."""
+        return any(any(checksums) for _, checksums in self.by_rank)
+
     def gather(self) -> None:
         """Gather the ranks' keys and checksums of the epoch that has begun. Collective.
 
-        A rank that saves alone then has those of all ranks.
+        A rank that saves alone then has those of all ranks. This is done once for new
+        loaders, and in each epoch in which orders can differ.
         """
         loaders = training_loaders_of(self._strategy.current_trainer)
         own = (self._keys, [loader.position.checksum for loader in loaders])

@@ -206,9 +206,10 @@ class Resume:
     def after_iterators(self) -> None:
         """Restore a random state that was saved after the epoch's iterators had started.
 
-        Collective.
+        Collective if ranks can draw different orders.
         """
-        self.orders.gather()
+        if self.orders.can_differ:
+            self.orders.gather()
         restart = self.restart
         if restart is None or not self.is_training:
             return

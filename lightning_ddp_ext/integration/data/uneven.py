@@ -62,6 +62,7 @@ class UnevenInputs:
         mode: the argument ``uneven_inputs`` of ``DDPExtStrategy``.
 
     Attributes:
+        has_new_loaders: whether :meth:`on_train_batch_start` will compare the ranks.
         are_even: whether all ranks have the same number of batches, and thus make the
             same calls at the same batch.
     """
@@ -74,7 +75,7 @@ class UnevenInputs:
     def start_run(self) -> None:
         """Reset the state for a Trainer's run, whose loaders are new."""
         self.are_even = True
-        self._has_new_loaders = False
+        self.has_new_loaders = False
 
     @property
     def _ends_together(self) -> bool:
@@ -96,7 +97,7 @@ class UnevenInputs:
             ConfigurationError: the ranks have not connected yet.
             SamplingError: on every rank: only some of the loaders have a length.
         """
-        self._has_new_loaders = True
+        self.has_new_loaders = True
         if not self._ends_together:
             return
         if not dist.is_initialized():
@@ -148,8 +149,8 @@ class UnevenInputs:
         Raises:
             SamplingError: on every rank: the ranks cannot train together on these data.
         """
-        if self._has_new_loaders:
-            self._has_new_loaders = False
+        if self.has_new_loaders:
+            self.has_new_loaders = False
             if self._strategy.world_size > 1:
                 self._compare(batch)
 
