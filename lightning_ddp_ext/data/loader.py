@@ -20,9 +20,15 @@ from lightning_ddp_ext.data.epochs import (
     samplers_below,
     set_epoch,
 )
-from lightning_ddp_ext.data.loader_properties import is_stateful, iterates_as_torch, name_of
 from lightning_ddp_ext.data.position import UNKNOWN_PLACE, Place, Position, position_of
-from lightning_ddp_ext.data.proxy import iterable_of, own_copy, show
+from lightning_ddp_ext.data.proxy import (
+    is_stateful,
+    iterable_of,
+    iterates_as_torch,
+    name_of,
+    own_copy,
+    show,
+)
 from lightning_ddp_ext.data.samplers import GlobalOrderSampler
 
 StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]

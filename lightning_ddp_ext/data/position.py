@@ -30,13 +30,13 @@ from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
 from lightning_ddp_ext.data.epochs import samplers_below
-from lightning_ddp_ext.data.loader_properties import (
+from lightning_ddp_ext.data.proxy import (
     each_of,
     index_sampler_of,
     is_stateful,
     length_or_inf,
+    make_permanent,
 )
-from lightning_ddp_ext.data.proxy import make_permanent
 from lightning_ddp_ext.data.random_state import (
     generators_of,
     keys_of,

@@ -28,9 +28,13 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_ddp_ext.data.even_batches import EvenBatches
 from lightning_ddp_ext.data.loader import DistributedLoader
-from lightning_ddp_ext.data.loader_properties import each_of, index_sampler_of, iterates_as_torch
 from lightning_ddp_ext.data.position import global_order_of
-from lightning_ddp_ext.data.proxy import make_permanent
+from lightning_ddp_ext.data.proxy import (
+    each_of,
+    index_sampler_of,
+    iterates_as_torch,
+    make_permanent,
+)
 
 from ..private.compat import active_loop_of, mode_of, results_of, takes_iterator
 from ..private.lightning_tree import RunningStage

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, get_args
 
 from lightning_ddp_ext.arguments import check_choice
@@ -26,9 +25,8 @@ from lightning_ddp_ext.data.loader import (
     TrainingLoader,
     source_of,
 )
-from lightning_ddp_ext.data.loader_properties import length_or_inf
 from lightning_ddp_ext.data.position import rewind
-from lightning_ddp_ext.data.proxy import own_copy
+from lightning_ddp_ext.data.proxy import length_or_inf, own_copy
 
 from ..checkpoints.collective import Checkpoints
 from ..private.compat import active_loop_of, combined_iterator_of, iterators_of
@@ -43,26 +41,14 @@ from .sampler_choice import divide
 from .uneven import UnevenInputs, UnevenMode
 
 
-@dataclass(frozen=True)
-class RunParts:
-    """The parts of a strategy that follow a Trainer's run.
-
-    Attributes:
-        stops: stops all ranks before a batch.
-        replaced: restores what a run changes in Lightning.
-    """
-
-    stops: StopController
-    replaced: ReplacedMethods
-
-
 class TrainerLoaders:
     """The loaders of a strategy's ranks, and the parts of the strategy that read them.
 
     Args:
         strategy: our strategy.
         checkpoints: gathers the ranks' states.
-        parts: other parts of the strategy.
+        stops: stops all ranks before a batch.
+        replaced: restores what a run changes in Lightning.
         exact_evaluation, uneven_inputs, resume_data: see ``DDPExtStrategy``.
 
     Attributes:
@@ -76,7 +62,8 @@ class TrainerLoaders:
         self,
         strategy: RankDevicesStrategy,
         checkpoints: Checkpoints,
-        parts: RunParts,
+        stops: StopController,
+        replaced: ReplacedMethods,
         *,
         exact_evaluation: bool,
         uneven_inputs: UnevenMode | None,
@@ -86,10 +73,11 @@ class TrainerLoaders:
         check_choice("resume_data", resume_data, *get_args(ResumeData))
         check_choice("uneven_inputs", uneven_inputs, None, *get_args(UnevenMode))
         self._strategy = strategy
-        self._parts = parts
+        self._stops = stops
+        self._replaced = replaced
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
-        self.resume = Resume(strategy, checkpoints, parts.stops, parts.replaced, resume_data)
+        self.resume = Resume(strategy, checkpoints, stops, replaced, resume_data)
         self.worker_seed: int | None = None
         self._combined_iterator: Any = None  # of the epoch that was entered last
 
@@ -103,7 +91,7 @@ class TrainerLoaders:
         self.evaluation.end()
         self.worker_seed = None
         self._combined_iterator = None
-        self._parts.replaced.prepare_loaders(trainer, by=self.prepare)
+        self._replaced.prepare_loaders(trainer, by=self.prepare)
 
     # Preparing loaders.
 
@@ -153,7 +141,7 @@ class TrainerLoaders:
         A hook may exchange the weights. Iterators have drawn no random numbers yet.
         """
         trainer = self._strategy.current_trainer
-        self._parts.stops.weights.before_validation(trainer)
+        self._stops.weights.before_validation(trainer)
         has_begun = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready > 0
         is_first_loader = validation_loaders_of(trainer)[:1] == [loader]
         if trainer.validating and is_first_loader and not has_begun:
@@ -217,7 +205,7 @@ class TrainerLoaders:
         with self._workers_of(loader):
             batches = self.uneven.give_batches(loader.iterate())
         if loader is training_loaders_of(self._strategy.current_trainer)[0]:
-            iterator.before_next = self._parts.stops.before_batch
+            iterator.before_next = self._stops.before_batch
         return batches
 
     # Hooks of the fit loop.

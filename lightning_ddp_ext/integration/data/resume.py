@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_ddp_ext.data.loader import TrainingLoader
-from lightning_ddp_ext.data.loader_properties import length_or_inf
+from lightning_ddp_ext.data.proxy import length_or_inf
 from lightning_ddp_ext.data.random_state import record_random_state, restore_random_state
 
 from ..checkpoints.collective import Checkpoints
@@ -83,7 +83,6 @@ class Resume:
         self.is_training = False
         self._saved: SavedPlace | None = None  # until the resumed epoch ends
         self.restart: Restart | None = None
-        self._batches_in_epoch = math.inf  # unless known from the checkpoint
         self._before_validation: list[Any] | None = None
 
     @property
@@ -256,19 +255,22 @@ class Resume:
             problem = loader.continue_epoch(self.restart.epoch, place, checksums)
             if problem is not None:
                 return f"{loader.name} {problem}"
-        self._count_batches(loaders)
+        whole, left = self._count_batches(loaders)
+        if math.inf not in (whole, left):
+            accumulated = self._trainer.accumulate_grad_batches
+            done = int(whole - left) // accumulated * accumulated
+            self.restart = replace(self.restart, done=done)
         for loader in loaders:
             loader.done = self.restart.done
         return None
 
-    def _count_batches(self, loaders: Sequence[TrainingLoader]) -> None:
-        """Count the epoch's batches, and those of them that are done.
+    def _count_batches(self, loaders: Sequence[TrainingLoader]) -> tuple[float, float]:
+        """Return how many batches an epoch has, and how many are left of this one.
 
         Both change with the number of ranks and the batch size. Lightning assumes the
         same number of batches in all epochs, so those that are not left are done, but
         not those after the last optimiser step.
         """
-        assert self.restart is not None
         combine = min if mode_of(self._trainer.fit_loop) == "min_size" else max
         whole = combine(length_or_inf(loader.loader) for loader in loaders)
         left = combine(
@@ -277,11 +279,7 @@ class Resume:
             # A loader that has begun again is shorter, and does not end the epoch.
             if loader.start.number == 0
         )
-        if math.inf not in (whole, left):
-            accumulated = self._trainer.accumulate_grad_batches
-            done = int(whole - left) // accumulated * accumulated
-            self.restart = replace(self.restart, done=done)
-            self._batches_in_epoch = done + left
+        return whole, left
 
     # Hooks of the fit loop.
 
@@ -338,8 +336,9 @@ class Resume:
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = restart.done
         current.completed = restart.done - 1 if restart.at == "batch_end" else restart.done
-        if self._batches_in_epoch < self._trainer.num_training_batches:
-            end_epoch_after(self._trainer, int(self._batches_in_epoch))
+        _, left = self._count_batches(training_loaders_of(self._trainer))
+        if restart.done + left < self._trainer.num_training_batches:
+            end_epoch_after(self._trainer, int(restart.done + left))
 
     def _restore_random_state(self) -> None:
         if self._saved is not None and self._saved.random is not None:

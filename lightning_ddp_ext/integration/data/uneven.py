@@ -20,8 +20,8 @@ from torch import Tensor
 from lightning_ddp_ext.checksum import checksum
 from lightning_ddp_ext.data.even_batches import AHEAD, end_together
 from lightning_ddp_ext.data.loader import DistributedLoader
-from lightning_ddp_ext.data.loader_properties import index_sampler_of, length_or_inf, name_of
 from lightning_ddp_ext.data.position import global_order_of
+from lightning_ddp_ext.data.proxy import index_sampler_of, length_or_inf, name_of
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
