@@ -75,9 +75,9 @@ class TrainerLoaders:
         self._strategy = strategy
         self._stops = stops
         self._replaced = replaced
-        self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
         self.resume = Resume(strategy, checkpoints, stops, replaced, resume_data)
+        self.uneven = UnevenInputs(strategy, self.resume.orders, uneven_inputs)
         self.worker_seed: int | None = None
         self._combined_iterator: Any = None  # of the epoch that was entered last
 
@@ -220,6 +220,4 @@ class TrainerLoaders:
         Collective if the loaders are new.
         """
         self.resume.on_train_batch_start()
-        if self.uneven.has_new_loaders:
-            self.resume.orders.gather()
         self.uneven.on_train_batch_start(batch)

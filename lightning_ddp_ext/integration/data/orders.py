@@ -105,12 +105,15 @@ class Orders:
     def gather(self) -> None:
         """Gather the ranks' keys and checksums of the epoch that has begun. Collective.
 
-        A rank that saves alone then has those of all ranks. This is done once for new
-        loaders, and in each epoch in which orders can differ.
+        A rank that saves alone then has those of all ranks. In the first epoch of new
+        loaders, they are gathered with other data when the first batch was read.
         """
+        self.by_rank = ranks_of(self._strategy).gather(self.own())
+
+    def own(self) -> tuple[list[int], list[int]]:
+        """Return this rank's part of ``by_rank``."""
         loaders = training_loaders_of(self._strategy.current_trainer)
-        own = (self._keys, [loader.position.checksum for loader in loaders])
-        self.by_rank = ranks_of(self._strategy).gather(own)
+        return self._keys, [loader.position.checksum for loader in loaders]
 
     def checksums_of(self, loader: int) -> list[int]:
         """Return the checksum of each rank's order in the loader with this number."""

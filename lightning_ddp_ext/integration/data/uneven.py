@@ -32,7 +32,7 @@ from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of
 from ..private.lightning_tree import rank_zero_warn
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import group_of_small_collectives, ranks_of, refuse
-from .orders import training_loaders_of
+from .orders import Orders, training_loaders_of
 
 T = TypeVar("T")
 UnevenMode = Literal["stop_at_shortest"]
@@ -47,11 +47,13 @@ class TrainingData:
         length: the number of batches in an epoch; ``inf`` if unknown.
         checksums: those of the tensors in the first batch, if a loader has no indices.
         identities: for each loader, the parameters of our sampler in it.
+        orders: those of the rank in :attr:`Orders.by_rank`.
     """
 
     length: float
     checksums: tuple[int, ...]
     identities: list[dict[str, Any]]
+    orders: tuple[list[int], list[int]] = ([], [])
 
 
 class UnevenInputs:
@@ -62,23 +64,26 @@ class UnevenInputs:
 
     Args:
         strategy: our strategy.
+        orders: gets those of all ranks.
         mode: the argument ``uneven_inputs`` of ``DDPExtStrategy``.
 
     Attributes:
-        has_new_loaders: whether :meth:`on_train_batch_start` will compare the ranks.
         are_even: whether all ranks have the same number of batches, and thus make the
             same calls at the same batch.
     """
 
-    def __init__(self, strategy: RankDevicesStrategy, mode: UnevenMode | None) -> None:
+    def __init__(
+        self, strategy: RankDevicesStrategy, orders: Orders, mode: UnevenMode | None
+    ) -> None:
         self._strategy = strategy
+        self._orders = orders
         self._mode = mode
         self.start_run()
 
     def start_run(self) -> None:
         """Reset the state for a Trainer's run, whose loaders are new."""
         self.are_even = True
-        self.has_new_loaders = False
+        self._has_new_loaders = False
 
     @property
     def _ends_together(self) -> bool:
@@ -100,7 +105,7 @@ class UnevenInputs:
             ConfigurationError: the ranks have not connected yet.
             SamplingError: on every rank: only some of the loaders have a length.
         """
-        self.has_new_loaders = True
+        self._has_new_loaders = True
         if not self._ends_together:
             return
         if not dist.is_initialized():
@@ -152,10 +157,9 @@ class UnevenInputs:
         Raises:
             SamplingError: on every rank: the ranks cannot train together on these data.
         """
-        if self.has_new_loaders:
-            self.has_new_loaders = False
-            if self._strategy.world_size > 1:
-                self._compare(batch)
+        if self._has_new_loaders:
+            self._has_new_loaders = False
+            self._compare(batch)
 
     def _compare(self, batch: Any) -> None:
         trainer = self._strategy.current_trainer
@@ -166,8 +170,10 @@ class UnevenInputs:
             trainer.num_training_batches,
             _checksums(batch) if streams else (),
             [{} if sampler is None else sampler.identity() for sampler in samplers],
+            self._orders.own(),
         )
         data_by_rank = ranks_of(self._strategy).gather(own_data)
+        self._orders.by_rank = [data.orders for data in data_by_rank]
         lengths = [data.length for data in data_by_rank]
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
         problem = describe_difference(data_by_rank, loaders)
