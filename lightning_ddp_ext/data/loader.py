@@ -195,7 +195,7 @@ class TrainingLoader(DistributedLoader):
         return {"kind": self.position.kind, "number": place.number, "at": place.at, "state": state}
 
     def continue_epoch(
-        self, epoch: int, saved: dict[str, Any], checksums: Sequence[int]
+        self, epoch: int, saved: dict[str, Any], checksums: Sequence[int | None]
     ) -> str | None:
         """Make the next iterators continue where another run was.
 

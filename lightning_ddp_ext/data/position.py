@@ -123,13 +123,14 @@ class Position:
         kind: distinguishes the classes in a checkpoint.
         problem: why an epoch cannot continue in its middle, with the remedy; ``None`` if
             it can.
-        checksum: that of the epoch's order on this rank; 0 if ranks cannot differ.
+        checksum: that of the epoch's order on this rank, 0 before it is drawn; ``None``
+            if ranks cannot differ.
     """
 
     ranks: OrderOfRank
     kind = "unknown"
     problem: str | None = _UNKNOWN_ORDER
-    checksum = 0
+    checksum: int | None = None
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -150,7 +151,7 @@ class Position:
         """Return what :meth:`check` needs to find a place again; ``None`` if unknown."""
         return None
 
-    def check(self, place: Place, state: Any, checksums: Sequence[int]) -> str | None:
+    def check(self, place: Place, state: Any, checksums: Sequence[int | None]) -> str | None:
         """Return why no iterator can start at a place, if so, with the remedy.
 
         Args:
@@ -246,7 +247,7 @@ class SamplerPosition(Position):
         return self._identity if has_one_size else None
 
     @override
-    def check(self, place: Place, state: Any, checksums: Sequence[int]) -> str | None:
+    def check(self, place: Place, state: Any, checksums: Sequence[int | None]) -> str | None:
         length = self._sampler.length
         if state["length"] != length:
             return f"had {state['length']} items, and now has {length}; resume with the same data"
@@ -261,6 +262,7 @@ class IndexPosition(Position):
 
     kind = "another sampler"
     problem = None
+    checksum: int | None = 0
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
@@ -289,7 +291,7 @@ class IndexPosition(Position):
         return ()
 
     @override
-    def check(self, place: Place, state: Any, checksums: Sequence[int]) -> str | None:
+    def check(self, place: Place, state: Any, checksums: Sequence[int | None]) -> str | None:
         before = len(checksums)
         if before != self.ranks.world_size:
             now = self.ranks.world_size
@@ -359,7 +361,7 @@ class StatePosition(Position):
         return [self._owner, self._states[place.at]] if is_kept else None
 
     @override
-    def check(self, place: Place, state: Any, checksums: Sequence[int]) -> str | None:
+    def check(self, place: Place, state: Any, checksums: Sequence[int | None]) -> str | None:
         owner = state[0]
         if owner == self._owner:
             return None

@@ -46,7 +46,7 @@ def test_a_place_can_be_saved_again_before_the_first_batch(name: str) -> None:
     assert [batch.tolist() for batch in third.iterate()] == rest
 
 
-def continue_at(loader: TrainingLoader, place: dict[str, Any], checksum: int) -> None:
+def continue_at(loader: TrainingLoader, place: dict[str, Any], checksum: int | None) -> None:
     """Continue after two batches of epoch 1."""
     assert loader.continue_epoch(1, place, [checksum]) is None
     loader.done = 2

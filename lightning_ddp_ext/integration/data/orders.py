@@ -16,6 +16,8 @@ from ..private.compat import combined_loader_of
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import ranks_of
 
+OrdersOfRank = tuple[list[int], list[int | None]]  # keys, and a checksum for each loader
+
 
 def epoch_of(trainer: Any) -> int:
     """Return the current or next epoch.
@@ -56,7 +58,7 @@ class Orders:
         """Reset the state for a fit."""
         self._seed: int | None = None
         self._keys: list[int] = []
-        self.by_rank: list[tuple[list[int], list[int]]] = []
+        self.by_rank: list[OrdersOfRank] = []
 
     def restore(self, section: Mapping[str, Any]) -> None:
         """Draw the orders of the run that saved a section, see ``saved_place``."""
@@ -100,7 +102,7 @@ class Orders:
     @property
     def can_differ(self) -> bool:
         """Whether a rank draws orders that another one may not draw."""
-        return any(any(checksums) for _, checksums in self.by_rank)
+        return any(checksum is not None for _, of_rank in self.by_rank for checksum in of_rank)
 
     def gather(self) -> None:
         """Gather the ranks' keys and checksums of the epoch that has begun. Collective.
@@ -110,11 +112,11 @@ class Orders:
         """
         self.by_rank = ranks_of(self._strategy).gather(self.own())
 
-    def own(self) -> tuple[list[int], list[int]]:
+    def own(self) -> OrdersOfRank:
         """Return this rank's part of ``by_rank``."""
         loaders = training_loaders_of(self._strategy.current_trainer)
         return self._keys, [loader.position.checksum for loader in loaders]
 
-    def checksums_of(self, loader: int) -> list[int]:
+    def checksums_of(self, loader: int) -> list[int | None]:
         """Return the checksum of each rank's order in the loader with this number."""
         return [checksums[loader] for _, checksums in self.by_rank]

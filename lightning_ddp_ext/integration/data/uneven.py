@@ -32,7 +32,7 @@ from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of
 from ..private.lightning_tree import rank_zero_warn
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import group_of_small_collectives, ranks_of, refuse
-from .orders import Orders, training_loaders_of
+from .orders import Orders, OrdersOfRank, training_loaders_of
 
 T = TypeVar("T")
 UnevenMode = Literal["stop_at_shortest"]
@@ -53,7 +53,7 @@ class TrainingData:
     length: float
     checksums: tuple[int, ...]
     identities: list[dict[str, Any]]
-    orders: tuple[list[int], list[int]] = ([], [])
+    orders: OrdersOfRank = ([], [])
 
 
 class UnevenInputs:
