@@ -29,7 +29,6 @@ ORDER = (
     "data",
     "checkpoint",
     "batchnorm",
-    "reductions",
     "integration",
     "public",
     "main",

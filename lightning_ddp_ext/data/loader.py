@@ -7,9 +7,9 @@ numbers as with a loader that is not wrapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +20,15 @@ from lightning_ddp_ext.data.epochs import (
     samplers_below,
     set_epoch,
 )
-from lightning_ddp_ext.data.loader_properties import is_stateful, iterates_as_torch, name_of
-from lightning_ddp_ext.data.position import OrderOfRank, Position, position_of
-from lightning_ddp_ext.data.proxy import iterable_of, own_copy, show
+from lightning_ddp_ext.data.position import UNKNOWN_PLACE, Place, Position, position_of
+from lightning_ddp_ext.data.proxy import (
+    is_stateful,
+    iterable_of,
+    iterates_as_torch,
+    name_of,
+    own_copy,
+    show,
+)
 from lightning_ddp_ext.data.samplers import GlobalOrderSampler
 
 StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
@@ -69,7 +75,7 @@ class DistributedLoader:
         self.start_evaluation: Callable[[Any], Iterator[Any]] = iter
         self.on_iterator: Callable[[DistributedLoader], object] | None = None
         self._epoch = -1  # of the objects inside
-        self._worker_seeds = UnsentGenerator()
+        self._generator_state: torch.Tensor | None = None  # that gives the drawn seed
         self.has_seeded_kept_workers = False
 
     def copy_loader(self) -> None:
@@ -104,7 +110,7 @@ class DistributedLoader:
             return
         self.has_seeded_kept_workers = self.loader.persistent_workers
         source = self.loader.generator or torch.default_generator
-        self._worker_seeds.set_state(source.get_state())
+        self._generator_state = source.get_state()
         torch.empty((), dtype=torch.int64).random_(generator=source)
 
     @contextmanager
@@ -114,11 +120,12 @@ class DistributedLoader:
         For the arguments, see :func:`~lightning_ddp_ext.data.epochs.prepare_workers`.
         """
         prepare_workers(self.loader, epoch, rank=rank, seed=seed)
-        if not _draws_seed_on_cpu(self.loader):
+        if self._generator_state is None:
             yield
             return
         users_generator = self.loader.generator
-        self.loader.generator = self._worker_seeds
+        self.loader.generator = UnsentGenerator()
+        self.loader.generator.set_state(self._generator_state)
         try:
             yield
         finally:
@@ -134,35 +141,20 @@ class DistributedLoader:
         return len(self.loader) if self.length is None else self.length
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where an epoch of a training loader begins in this run.
-
-    Args:
-        epoch: the epoch.
-        number: the number of earlier iterators in the epoch. A loader that is combined
-            with a longer one begins again.
-        place: the place in the iterator, see ``data.position``.
-        done: the number of batches of the epoch that were done before.
-    """
-
-    epoch: int
-    number: int = 0
-    place: int = 0
-    done: int = 0
-
-
 class TrainingLoader(DistributedLoader):
     """A loader of training data, whose epochs can continue in their middle.
 
+    Args:
+        source, start_iterator, is_dealt: see :class:`DistributedLoader`.
+
     Attributes:
-        position, ranks: what finds places in the loader, and what determines this rank's
-            orders, once :meth:`make_position` was called.
+        position: finds places in the loader, once :meth:`make_position` was called.
         name: the name of the data in warnings.
+        start: where the epoch begins in this run.
+        done: the number of batches of the epoch that were done before.
     """
 
     position: Position
-    ranks: OrderOfRank
 
     def __init__(
         self, source: Any, start_iterator: StartIterator, *, is_dealt: bool = False
@@ -171,54 +163,61 @@ class TrainingLoader(DistributedLoader):
         self.name = name_of(self.loader)
         self.start_epoch(-1)
 
-    def make_position(self, ranks: OrderOfRank, read_ahead: int) -> None:
+    def make_position(self, read_ahead: int) -> None:
         """Find out how an epoch can continue, see :func:`~.position.position_of`."""
-        self.ranks = ranks
-        self.position = position_of(self.loader, ranks, read_ahead)
+        self.position = position_of(self.loader, read_ahead)
 
     def start_epoch(self, epoch: int) -> None:
         """Make the next iterators start at the beginning of an epoch."""
-        self._start = Start(epoch)
+        self.start = Place(epoch)
+        self.done = 0
+        self._state: Any = None  # of the start, if it is within the epoch
         self._number = -1  # of the newest iterator
 
     def iterate(self) -> Iterator[Any]:
         """Start the next iterator of the epoch."""
-        start = self._start
-        is_first = self._number < start.number
-        self._number = start.number if is_first else self._number + 1
-        place = start.place if is_first else 0
-        return self.position.iterate(start.epoch, self._number, place)
+        is_first = self._number < self.start.number
+        if is_first:
+            self._number = self.start.number
+            return self.position.iterate(self.start, self._state)
+        self._number += 1
+        return self.position.iterate(Place(self.start.epoch, self._number))
 
     def state_after(self, done: int) -> dict[str, Any]:
         """Return where this rank is after ``done`` batches of the epoch."""
-        start = self._start
-        batches = done - start.done
-        while start.number < self._number and batches > self.position.left(start.place):
-            batches -= int(self.position.left(start.place))
-            start = Start(start.epoch, start.number + 1)
-        place = self.position.after(start.place, batches)
-        content = self.position.state_at(start.epoch, start.number, place)
-        return {"number": start.number, "place": place, "content": content}
+        place = self.start
+        batches = done - self.done
+        while place.number < self._number and batches > self.position.left(place.at):
+            batches -= int(self.position.left(place.at))
+            place = Place(place.epoch, place.number + 1)
+        place = replace(place, at=self.position.after(place.at, batches))
+        state = self._state if self._number < 0 else self.position.state_at(place)
+        return {"kind": self.position.kind, "number": place.number, "at": place.at, "state": state}
 
-    def continue_epoch(self, epoch: int, state: dict[str, Any], done: int) -> str | None:
+    def continue_epoch(
+        self, epoch: int, saved: dict[str, Any], checksums: Sequence[int | None]
+    ) -> str | None:
         """Make the next iterators continue where another run was.
 
-        Return why that is impossible, if it is.
+        Return why that is impossible, if it is, with the remedy.
 
         Args:
             epoch: the epoch.
-            state: what :meth:`state_after` returned in that run.
-            done: the number of batches that were done, as this number of ranks counts.
+            saved: what :meth:`state_after` returned in that run.
+            checksums: those of each rank's position in that run.
         """
         self.start_epoch(epoch)
-        if self.position.reason is not None:
-            return self.position.reason
-        if state["content"] is None:
-            return "was not at a known place when the checkpoint was saved"
-        start = Start(epoch, state["number"], state["place"], done)
-        problem = self.position.restore(epoch, start.number, start.place, state["content"])
+        if self.position.problem is not None:
+            return self.position.problem
+        if saved["kind"] != self.position.kind:
+            return "is of another kind than before; resume with the same loader"
+        if saved["state"] is None:
+            return UNKNOWN_PLACE
+        place = Place(epoch, saved["number"], saved["at"])
+        problem = self.position.check(place, saved["state"], checksums)
         if problem is None:
-            self._start = start
+            self.start = place
+            self._state = saved["state"]
         return problem
 
 

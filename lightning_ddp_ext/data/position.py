@@ -21,9 +21,8 @@ runs, except by a loader with a state that is read ahead.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -31,13 +30,13 @@ from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
 from lightning_ddp_ext.data.epochs import samplers_below
-from lightning_ddp_ext.data.loader_properties import (
+from lightning_ddp_ext.data.proxy import (
     each_of,
     index_sampler_of,
     is_stateful,
     length_or_inf,
+    make_permanent,
 )
-from lightning_ddp_ext.data.proxy import make_permanent
 from lightning_ddp_ext.data.random_state import (
     generators_of,
     keys_of,
@@ -54,10 +53,27 @@ from lightning_ddp_ext.data.samplers import (
 )
 
 _BLOCK = 64  # batches that are drawn at a time, because changing random states is slow
-_OTHER_ORDER = "draws another order than before the checkpoint was saved"
+
+# Why a place is not found again, and the remedy.
+_UNKNOWN_ORDER = (
+    "yields batches in an order that cannot be drawn again; use a map-style dataset with a"
+    " sampler that draws only from random, NumPy or torch, or a loader with a state, such as"
+    " torchdata's StatefulDataLoader"
+)
+_OTHER_ORDER = (
+    "draws another order than before the checkpoint was saved; resume with the same data, and"
+    " with a sampler that draws only from random, NumPy or torch"
+)
+UNKNOWN_PLACE = (
+    "was not at a known place when the checkpoint was saved, for example because a rank failed;"
+    " use a map-style dataset with torch's DataLoader, or save at the end of an epoch"
+)
+_OTHER_OWNER = (
+    "has other data, workers or ranks than when the checkpoint was saved; resume with the same"
+)
 
 
-@dataclass
+@dataclass(frozen=True)
 class OrderOfRank:
     """What determines this rank's orders.
 
@@ -79,64 +95,84 @@ class OrderOfRank:
     loader: int
 
 
+@dataclass(frozen=True)
+class Place:
+    """A place in the training data.
+
+    Attributes:
+        epoch: the epoch.
+        number: the number of earlier iterators in the epoch. A loader that is combined
+            with a longer one begins again.
+        at: the place in the iterator, see the module.
+    """
+
+    epoch: int
+    number: int = 0
+    at: int = 0
+
+
 class Position:
-    """Places in the epochs of a loader, which is read from its beginning only.
+    """Finds places in the epochs of a loader, which is read from its beginning only.
 
     Args:
         loader: one of our loaders, whose index sampler may be replaced.
-        ranks: what determines this rank's orders.
-        read_ahead: how many batches may be read, but not be done, at a checkpoint.
 
     Attributes:
-        reason: why an epoch cannot continue in its middle; ``None`` if it can.
+        loader: the argument.
+        ranks: what determines this rank's orders; set before the first epoch.
+        kind: distinguishes the classes in a checkpoint.
+        problem: why an epoch cannot continue in its middle, with the remedy; ``None`` if
+            it can.
+        checksum: that of the epoch's order on this rank, 0 before it is drawn; ``None``
+            if ranks cannot differ.
     """
 
-    reason: str | None = "yields batches in an order that cannot be drawn again"
+    ranks: OrderOfRank
+    kind = "unknown"
+    problem: str | None = _UNKNOWN_ORDER
+    checksum: int | None = None
 
-    def __init__(self, loader: Any, ranks: OrderOfRank, read_ahead: int) -> None:
+    def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self._ranks = ranks
-        self._read_ahead = read_ahead
 
-    def iterate(self, epoch: int, number: int, place: int) -> Iterator[Any]:
-        """Start an iterator at a place, the one after ``number`` others in the epoch."""
+    def iterate(self, place: Place, state: Any = None) -> Iterator[Any]:
+        """Start an iterator at a place; ``state`` is that of a place that was checked."""
         return iter(self.loader)
 
-    def after(self, place: int, batches: int) -> int:
-        """Return the place that is reached from another one after some batches."""
-        return place + batches
+    def after(self, at: int, batches: int) -> int:
+        """Return the place that an iterator reaches from another one after some batches."""
+        return at + batches
 
-    def left(self, place: int) -> float:
-        """Return how many batches this rank reads from a place to the end."""
-        return length_or_inf(self.loader) - place
+    def left(self, at: int) -> float:
+        """Return how many batches this rank reads from a place to an iterator's end."""
+        return length_or_inf(self.loader) - at
 
-    def state_at(self, epoch: int, number: int, place: int) -> dict[str, Any] | None:
-        """Return what :meth:`restore` needs to find a place again; ``None`` if unknown.
-
-        The place is in the iterator after ``number`` others in the epoch.
-        """
+    def state_at(self, place: Place) -> Any:
+        """Return what :meth:`check` needs to find a place again; ``None`` if unknown."""
         return None
 
-    def restore(self, epoch: int, number: int, place: int, state: dict[str, Any]) -> str | None:
-        """Prepare to start the next iterator at a place; return why that is impossible.
+    def check(self, place: Place, state: Any, checksums: Sequence[int | None]) -> str | None:
+        """Return why no iterator can start at a place, if so, with the remedy.
 
         Args:
-            epoch: the epoch.
-            number: the number of earlier iterators in the epoch.
-            place: the place in the iterator.
+            place: the place.
             state: what :meth:`state_at` returned, and not ``None``.
+            checksums: of each rank that read the epoch before.
         """
-        return self.reason
+        return self.problem
 
 
-def position_of(loader: Any, ranks: OrderOfRank, read_ahead: int) -> Position:
-    """Return the position in a loader, of the class that the loader allows."""
-    kind: type[Position] = Position
+def position_of(loader: Any, read_ahead: int) -> Position:
+    """Return the position in a loader, of the class that the loader allows.
+
+    ``read_ahead`` is the number of batches that may be read, but not be done, at a
+    checkpoint.
+    """
     if is_stateful(loader):
-        kind = StatePosition
-    elif type(loader).__iter__ is DataLoader.__iter__ and _yields_in_order(loader):
-        kind = SamplerPosition if _reads_our_sampler(loader) else IndexPosition
-    return kind(loader, ranks, read_ahead)
+        return StatePosition(loader, read_ahead)
+    if type(loader).__iter__ is not DataLoader.__iter__ or not _yields_in_order(loader):
+        return Position(loader)
+    return SamplerPosition(loader) if _reads_our_sampler(loader) else IndexPosition(loader)
 
 
 def _yields_in_order(loader: DataLoader[Any]) -> bool:
@@ -169,7 +205,8 @@ def rewind(loader: Any) -> None:
 class SamplerPosition(Position):
     """Places in a loader with one of our samplers, in items that all ranks have read."""
 
-    reason = None
+    kind = "our sampler"
+    problem = None
     _size_at_start = 0
 
     @property
@@ -183,95 +220,87 @@ class SamplerPosition(Position):
         """The number of items in a batch; 1 if the sampler yields whole batches."""
         return int(getattr(index_sampler_of(self.loader), "batch_size", 1))
 
+    @property
+    def _identity(self) -> dict[str, Any]:
+        return {**self._sampler.identity(), "drawn": self._sampler.fingerprint}
+
     @override
-    def iterate(self, epoch: int, number: int, place: int) -> Iterator[Any]:
-        if (self._sampler.epoch, self._sampler.position) != (epoch, place):
-            self._sampler.resume_at(epoch, place)
+    def iterate(self, place: Place, state: Any = None) -> Iterator[Any]:
+        if (self._sampler.epoch, self._sampler.position) != (place.epoch, place.at):
+            self._sampler.resume_at(place.epoch, place.at)
         self._size_at_start = self._batch_size
         return iter(self.loader)
 
     @override
-    def after(self, place: int, batches: int) -> int:
-        return self._sampler.shard(place).position_after(batches * self._batch_size)
+    def after(self, at: int, batches: int) -> int:
+        return self._sampler.shard(at).position_after(batches * self._batch_size)
 
     @override
-    def left(self, place: int) -> float:
-        items = len(self._sampler.shard(min(place, self._sampler.length)))
+    def left(self, at: int) -> float:
+        items = len(self._sampler.shard(min(at, self._sampler.length)))
         drops_rest = getattr(index_sampler_of(self.loader), "drop_last", False)
         return items // self._batch_size if drops_rest else -(-items // self._batch_size)
 
     @override
-    def state_at(self, epoch: int, number: int, place: int) -> dict[str, Any] | None:
-        if self._batch_size != self._size_at_start:  # a hook has changed it
-            return None
-        return {**self._sampler.identity(), "drawn": self._sampler.fingerprint}
+    def state_at(self, place: Place) -> Any:
+        has_one_size = self._batch_size == self._size_at_start  # unless a hook has changed it
+        return self._identity if has_one_size else None
 
     @override
-    def restore(self, epoch: int, number: int, place: int, state: dict[str, Any]) -> str | None:
-        if state.get("length") != self._sampler.length:
-            return f"had {state.get('length')} items, and now has {self._sampler.length}"
+    def check(self, place: Place, state: Any, checksums: Sequence[int | None]) -> str | None:
+        length = self._sampler.length
+        if state["length"] != length:
+            return f"had {state['length']} items, and now has {length}; resume with the same data"
         self._size_at_start = self._batch_size
-        self._sampler.resume_at(epoch, place)
+        self._sampler.resume_at(place.epoch, place.at)
         self._sampler.drawn_order = self._sampler.compute_order()
-        own = {**self._sampler.identity(), "drawn": self._sampler.fingerprint}
-        return None if state == own else _OTHER_ORDER
+        return None if state == self._identity else _OTHER_ORDER
 
 
 class IndexPosition(Position):
     """Places in a loader over another sampler, in batches of this rank."""
 
-    reason = None
+    kind = "another sampler"
+    problem = None
+    checksum: int | None = 0
 
-    def __init__(self, loader: Any, ranks: OrderOfRank, read_ahead: int) -> None:
-        super().__init__(loader, ranks, read_ahead)
-        every = keys_of(*samplers_below(index_sampler_of(loader)))
-        self._keys = every[len(ranks.keys) :]  # of the generators in samplers
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self._keys = keys_of(generators_of(*samplers_below(index_sampler_of(loader))))
         self._sampler = make_permanent(loader)
-        self._order: DrawnOrder | None = None
-        self._restored: Iterator[Any] | None = None
+        self._checked: DrawnOrder | None = None
 
-    def _order_of(self, epoch: int, number: int) -> DrawnOrder:
-        """Return the order of an iterator: the one that is being drawn, or a new one."""
-        seed = mix(self._ranks.seed, epoch, number, self._ranks.loader)
-        if self._order is not None and self._order.seed == seed:
-            return self._order
-        keys = [*self._ranks.keys, *self._keys]
-        return DrawnOrder(self._sampler.batch_sampler, seed, keys)
+    def _draw(self, epoch: int, number: int) -> DrawnOrder:
+        seed = mix(self.ranks.seed, epoch, number, self.ranks.loader)
+        return draw_order(self._sampler.batch_sampler, seed, [*self.ranks.keys, *self._keys])
 
     @override
-    def iterate(self, epoch: int, number: int, place: int) -> Iterator[Any]:
-        indices = self._restored
-        self._restored = None
-        if indices is None:
-            self._order = None  # the epoch may start again
-            self._order = self._order_of(epoch, number)
-            indices = iter(self._order)
+    def iterate(self, place: Place, state: Any = None) -> Iterator[Any]:
+        order = self._checked
+        self._checked = None
+        if order is None or state is None:
+            order = self._draw(place.epoch, place.number)
+        if place.number == 0:
+            self.checksum = order.checksum
+        indices = islice(order.indices, place.at, None)
         self._sampler.draw_next_by(lambda: indices)
         return iter(self.loader)
 
     @override
-    def state_at(self, epoch: int, number: int, place: int) -> dict[str, Any]:
-        order = self._order_of(epoch, number)
-        if order is not self._order:  # this iterator has ended
-            deque(islice(order, place), maxlen=0)
-        ranks = self._ranks
-        drawn = {"blocks": order.blocks, "drawn": order.fingerprint}
-        return {"rank": ranks.rank, "ranks": ranks.world_size, **drawn}
+    def state_at(self, place: Place) -> Any:
+        return ()
 
     @override
-    def restore(self, epoch: int, number: int, place: int, state: dict[str, Any]) -> str | None:
-        if state.get("ranks") != self._ranks.world_size:
-            now = self._ranks.world_size
-            return f"was read by {state.get('ranks')} ranks, and is now read by {now}"
-        order = self._order_of(epoch, number)
-        is_own = state["rank"] == self._ranks.rank  # and not of a rank that saved alone
-        # On all ranks, because a user's sampler may make collective calls.
-        blocks = list(islice(order.rest, state["blocks"]))
-        if is_own and order.fingerprint != state["drawn"]:
-            return _OTHER_ORDER
-        self._order = order
-        self._restored = islice(chain(chain.from_iterable(blocks), order), place, None)
-        return None
+    def check(self, place: Place, state: Any, checksums: Sequence[int | None]) -> str | None:
+        before = len(checksums)
+        if before != self.ranks.world_size:
+            now = self.ranks.world_size
+            return f"was read by {before} ranks, and is now read by {now}; resume on {before} ranks"
+        # As often as before, since a sampler may count its iterators.
+        orders = [self._draw(place.epoch, number) for number in range(place.number + 1)]
+        self.checksum = orders[0].checksum
+        self._checked = orders[-1]
+        return None if self.checksum == checksums[self.ranks.rank] else _OTHER_ORDER
 
 
 class StatePosition(Position):
@@ -281,111 +310,106 @@ class StatePosition(Position):
     read that are not done at a checkpoint, the states before them are kept.
     """
 
-    reason = None
+    kind = "a state"
+    problem = None
 
-    def __init__(self, loader: Any, ranks: OrderOfRank, read_ahead: int) -> None:
-        super().__init__(loader, ranks, read_ahead)
-        self._states: deque[tuple[int, Any]] = deque(maxlen=read_ahead)
-        self._read = 0  # batches in the newest iterator
-        self._key = (-1, -1)  # its epoch, and the number of iterators before it
+    def __init__(self, loader: Any, read_ahead: int) -> None:
+        super().__init__(loader)
+        self._read_ahead = read_ahead
+        self._newest = Place(-1)  # after the latest batch that was read
+        self._states: dict[int, Any] = {}  # of the newest iterator, by place
         self._restored: Iterator[Any] | None = None  # the latest that began within an epoch
-        self._resumed_at: dict[str, Any] | None = None  # what it begins with, until it does
-
-    @override
-    def iterate(self, epoch: int, number: int, place: int) -> Iterator[Any]:
-        if self._restored is not None and self._read == length_or_inf(self.loader):
-            # Some loaders, such as litdata's, forget a restored state only at the end.
-            next(self._restored, None)
-        rewind(self.loader)
-        self._resumed_at = None
-        self._states.clear()
-        self._key = (epoch, number)
-        batches = self._count(iter(self.loader), place)
-        self._restored = batches if place else None
-        return batches
 
     @property
     def _owner(self) -> list[float]:
-        """The rank, and what must be the same for the loader's state."""
+        """What must be the same for the loader's state, with the rank last."""
         samples = length_or_inf(getattr(self.loader, "dataset", None))
         workers = getattr(self.loader, "num_workers", 0)
-        return [self._ranks.rank, self._ranks.world_size, samples, workers]
+        return [self.ranks.world_size, samples, workers, self.ranks.rank]
 
-    def _count(self, batches: Iterator[Any], place: int) -> Iterator[Any]:
-        self._read = place
+    @override
+    def iterate(self, place: Place, state: Any = None) -> Iterator[Any]:
+        if self._restored is not None and self._newest.at == length_or_inf(self.loader):
+            # Some loaders, such as litdata's, forget a restored state only at the end.
+            next(self._restored, None)
+        if state is not None:
+            self.loader.load_state_dict(state[1])
+        rewind(self.loader)
+        self._newest = place
+        self._states = {}
+        batches = self._count(iter(self.loader))
+        self._restored = batches if place.at else None
+        return batches
+
+    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
         self._keep_state()
         for batch in each_of(batches):
-            self._read += 1
+            self._newest = replace(self._newest, at=self._newest.at + 1)
             yield batch
             self._keep_state()
 
     def _keep_state(self) -> None:
-        if self._states.maxlen:
-            self._states.append((self._read, self.loader.state_dict()))
+        if self._read_ahead:
+            self._states[self._newest.at] = self.loader.state_dict()
+            self._states.pop(self._newest.at - self._read_ahead, None)
 
     @override
-    def state_at(self, epoch: int, number: int, place: int) -> dict[str, Any] | None:
-        if self._resumed_at is not None:
-            return self._resumed_at
-        if self._key != (epoch, number):
+    def state_at(self, place: Place) -> Any:
+        if place == self._newest and place.at not in self._states:
+            return [self._owner, self.loader.state_dict()]
+        is_kept = replace(place, at=self._newest.at) == self._newest and place.at in self._states
+        return [self._owner, self._states[place.at]] if is_kept else None
+
+    @override
+    def check(self, place: Place, state: Any, checksums: Sequence[int | None]) -> str | None:
+        owner = state[0]
+        if owner == self._owner:
             return None
-        states = dict(self._states)
-        if place == self._read:
-            states[place] = self.loader.state_dict()
-        return {"owner": self._owner, "state": states[place]} if place in states else None
-
-    @override
-    def restore(self, epoch: int, number: int, place: int, state: dict[str, Any]) -> str | None:
-        if state.get("owner") != self._owner:
-            return "has other data, workers or ranks than when the checkpoint was saved"
-        self.loader.load_state_dict(state["state"])
-        self._resumed_at = state
-        return None
+        return UNKNOWN_PLACE if owner[:-1] == self._owner[:-1] else _OTHER_OWNER
 
 
+@dataclass(frozen=True)
 class DrawnOrder:
-    """The indices that a sampler draws under a seed, in blocks.
+    """The indices that a sampler draws under a seed.
 
-    Outside of the draws, no generator changes.
+    Attributes:
+        checksum: that of the sampler's length and the first block of indices.
+        indices: all of them. Outside of the draws, no generator changes.
+    """
+
+    checksum: int
+    indices: Iterator[Any]
+
+
+def draw_order(sampler: Iterable[Any], seed: int, keys: Sequence[int] = ()) -> DrawnOrder:
+    """Draw the first block of a sampler's order now, and the others when requested.
 
     Args:
         sampler: yields indices, or batches of them.
         seed, keys: seed the global generators, and those of the samplers.
 
-    Attributes:
-        seed: the argument.
-        rest: the blocks that are not drawn yet; the first one is drawn when requested.
-        blocks: the number of blocks drawn.
-        fingerprint: the checksum of all indices drawn.
-
     >>> from torch.utils.data import RandomSampler
-    >>> first, again = [DrawnOrder(RandomSampler(range(9)), seed=1) for _ in range(2)]
-    >>> list(first) == list(again), first.fingerprint == again.fingerprint
+    >>> first, again = [draw_order(RandomSampler(range(9)), seed=1) for _ in range(2)]
+    >>> list(first.indices) == list(again.indices), first.checksum == again.checksum
     (True, True)
     """
+    blocks = _draw_blocks(sampler, seed, keys)
+    first = next(blocks, [])
+    checksum = checksum_of([length_or_inf(sampler), *first])
+    return DrawnOrder(checksum, chain(first, chain.from_iterable(blocks)))
 
-    def __init__(self, sampler: Iterable[Any], seed: int, keys: Sequence[int] = ()) -> None:
-        self.seed = seed
-        self.blocks = 0
-        self.fingerprint = 0
-        self.rest = self._draw(sampler, keys)
 
-    def _draw(self, sampler: Iterable[Any], keys: Sequence[int]) -> Iterator[list[Any]]:
-        owners = samplers_below(sampler)
-        generators = generators_of(*owners)
-        with seeded(self.seed, *owners, keys=keys):
-            indices = map(copy_of_collection, iter(sampler))
+def _draw_blocks(sampler: Iterable[Any], seed: int, keys: Sequence[int]) -> Iterator[list[Any]]:
+    owners = samplers_below(sampler)
+    generators = generators_of(*owners)
+    with seeded(seed, *owners, keys=keys):
+        indices = map(copy_of_collection, iter(sampler))
+        random_state = record_random_state(generators)
+    while True:
+        with preserve_random_state(generators):
+            restore_random_state(random_state, generators)
+            block = list(islice(indices, _BLOCK))
             random_state = record_random_state(generators)
-        while True:
-            with preserve_random_state(generators):
-                restore_random_state(random_state, generators)
-                block = list(islice(indices, _BLOCK))
-                random_state = record_random_state(generators)
-            if not block:
-                return
-            self.blocks += 1
-            self.fingerprint = checksum_of(block, self.fingerprint)
-            yield block
-
-    def __iter__(self) -> Iterator[Any]:
-        return chain.from_iterable(self.rest)
+        if not block:
+            return
+        yield block

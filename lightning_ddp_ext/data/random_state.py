@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 # The global generators of `torch`, `numpy.random` and `random`.
-_GLOBAL: tuple[Any, ...] = (
+GLOBAL_GENERATORS: tuple[Any, ...] = (
     torch.default_generator,
     np.random.get_state.__self__,  # type: ignore[attr-defined]
     random.getstate.__self__,  # type: ignore[attr-defined]
@@ -56,7 +56,7 @@ def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
     >>> (torch.rand(()), np.random.rand(), random.random()) == drawn
     True
     """
-    every = (*_GLOBAL, *generators)
+    every = (*GLOBAL_GENERATORS, *generators)
     return [(_kind_of(generator), _state_of(generator)) for generator in every]
 
 
@@ -65,13 +65,13 @@ def restore_random_state(recorded: Sequence[Any], generators: Sequence[Any] = ()
 
     A generator whose kind has changed since then is skipped.
     """
-    for generator, (kind, state) in zip((*_GLOBAL, *generators), recorded, strict=False):
+    for generator, (kind, state) in zip((*GLOBAL_GENERATORS, *generators), recorded, strict=False):
         if kind == _kind_of(generator):
             _set_state(generator, state)
 
 
-def keys_of(*owners: object) -> list[int]:
-    """Return numbers that tell how the global generators and those of owners were seeded.
+def keys_of(generators: Iterable[Any]) -> list[int]:
+    """Return numbers that tell how generators were seeded.
 
     Of a generator of torch, it is its seed, whatever was drawn since then: torch draws
     seeds of workers from a loader's generator.
@@ -80,7 +80,7 @@ def keys_of(*owners: object) -> list[int]:
         each.initial_seed()
         if isinstance(each, torch.Generator)
         else zlib.crc32(repr(_state_of(each)).encode())
-        for each in (*_GLOBAL, *generators_of(*owners))
+        for each in generators
     ]
 
 
@@ -189,7 +189,7 @@ def seeded(seed: int, *owners: object, keys: Sequence[int] = ()) -> Iterator[Non
     True
     """
     others = generators_of(*owners)
-    pairs = zip_longest((*_GLOBAL, *others), keys, fillvalue=0)
+    pairs = zip_longest((*GLOBAL_GENERATORS, *others), keys, fillvalue=0)
     with preserve_random_state(others):
         for number, (generator, key) in enumerate(pairs):
             _seed(generator, mix(seed, number, key))

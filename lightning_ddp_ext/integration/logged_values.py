@@ -28,10 +28,10 @@ from torch import Tensor
 
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import is_gloo
-from lightning_ddp_ext.reductions.all_reduce import all_reduce
-from lightning_ddp_ext.reductions.batched import (
+from lightning_ddp_ext.reductions import (
     PendingTensor,
     Value,
+    all_reduce,
     can_batch,
     reduce_common,
 )
@@ -142,7 +142,7 @@ class LoggedValues:
         is_logged = reduction.result is not None and can_batch(tensor, reduce_op)
         if not is_logged or group is not None or self._strategy.world_size == 1:
             self.flush()
-            return all_reduce(tensor, group, reduce_op, idle_ranks=self._evaluation.idle_ranks)
+            return all_reduce(tensor, group, reduce_op)
         meta = reduction.result.meta
         name = meta.forked_name(on_step=not is_computing_epoch(trainer))
         value = Value(f"{meta.fx}.{name}", reduce_op, tensor)

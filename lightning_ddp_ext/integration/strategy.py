@@ -43,7 +43,7 @@ from .checkpoints.best_checkpoints import share_best_checkpoints
 from .checkpoints.checkpoint_io import RankZeroCheckpointIO
 from .checkpoints.collective import Checkpoints
 from .checkpoints.run_files import RunFiles
-from .data.loaders import RunParts, TrainerLoaders
+from .data.loaders import TrainerLoaders
 from .data.resume import ResumeData
 from .data.uneven import UnevenMode
 from .ddp import CommHook, GradientAveraging
@@ -206,7 +206,8 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.data = TrainerLoaders(
             self,
             self.checkpoints,
-            RunParts(self.stops, self._replaced),
+            self.stops,
+            self._replaced,
             exact_evaluation=exact_evaluation,
             uneven_inputs=uneven_inputs,
             resume_data=resume_data,

@@ -29,7 +29,7 @@ _WAITS_IF_INNERMOST = (
     "torch.distributed.",
     "torch.nn.parallel.distributed.",
     "lightning_ddp_ext.batchnorm.sync_context.",
-    "lightning_ddp_ext.data.even_batches.",
+    "lightning_ddp_ext.integration.data.uneven.",
     "lightning_ddp_ext.ranks.",
     "lightning_ddp_ext.reductions.",
 )

@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, Sampler
 
-from lightning_ddp_ext.data.even_batches import EvenBatches
 from lightning_ddp_ext.data.samplers import (
     DistributedBatchSamplerWrapper,
     ScalableDistributedSampler,
     SharedSampler,
 )
 from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.integration.data.evaluation import EvenBatches
 
 law = settings(max_examples=100, derandomize=True, deadline=None)
 Make = Callable[[int, int], Any]  # (ranks, rank) to a sampler

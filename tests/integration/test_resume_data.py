@@ -68,9 +68,9 @@ def test_lightnings_warning_is_hidden_only_where_an_epoch_continues(tmp_path: Pa
 
 STREAM_SAMPLES = 9
 NO_POSITION = (
-    "epoch 0 cannot be resumed in the middle: the checkpoint has no position that this release can"
-    " read, so that epoch starts again; save at the end of an epoch before you change the strategy"
-    " or its release"
+    "epoch 0 cannot be resumed in the middle, so that epoch starts again: the checkpoint has no"
+    " position that this release can read; save at the end of an epoch before you change the"
+    " strategy or its release"
 )
 
 

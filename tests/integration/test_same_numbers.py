@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.functional import dropout
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from tests.harness import training
 from tests.harness.training import Net, Rows
@@ -274,6 +274,36 @@ def draw(kind: training.Kind, directory: Path) -> dict[str, Any]:
         trainer.predict(model)
         results[name] = {"weights": training.weights(model), "next": torch.rand(())}
     return results
+
+
+class Seeds(Dataset[Tensor]):
+    """Samples with the seed of the worker that loads them."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(torch.initial_seed() % 2**20)])
+
+
+def read_seeds(kind: training.Kind, directory: Path) -> tuple[set[int], set[int]]:
+    """Return the seeds of workers in a hook's own loop, which only ours has, and in training."""
+    in_hook = set[int]()
+
+    def read(trainer: L.Trainer) -> None:
+        in_hook.update(int(sample) for batch in trainer.train_dataloader for sample in batch)
+
+    L.seed_everything(7)
+    hooks = [training.At("on_train_start", read)] if kind == "ours" else []
+    batches = continuing.read(kind, directory, partial(loader, Seeds(), **continuing.KEPT), hooks)
+    return in_hook, {sample for epoch in batches.values() for batch in epoch for sample in batch}
+
+
+def test_persistent_workers_have_stocks_seed_after_a_loop_in_a_hook(tmp_path: Path) -> None:
+    """The loop's workers have it as well."""
+    ours, stock = training.on_both(read_seeds, tmp_path)
+    for (in_hook, trained), (_, expected) in zip(ours, stock, strict=True):
+        assert in_hook == trained == expected
 
 
 def test_random_numbers_are_those_of_stock_ddp(tmp_path: Path) -> None:

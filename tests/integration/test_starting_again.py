@@ -5,6 +5,7 @@ again with one warning: if its data changed, or if their order cannot be drawn a
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +18,11 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Weight
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import ScalableDistributedSampler
-from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
 from tests.harness.training import At
 from tests.integration import continuing
 from tests.integration.continuing import Loaders, Numbers, Resumed, samples_of
+from tests.integration.rescuing import Kill
 
 # The training data: batches of two samples, four in an epoch on each of two ranks, unless
 # a loader says otherwise.
@@ -124,6 +126,7 @@ def same(loaders: Loaders, reason: str, **options: Any) -> Change:
 
 # The strategy does not divide the samples.
 UNDIVIDED: dict[str, Any] = {"use_distributed_sampler": False}
+REMEDIES = ("map-style dataset", "resume with the same", "resume on 2 ranks")
 OTHER_ORDER = "draws another order"
 UNKNOWN_ORDER = "yields batches in an order that cannot be drawn again"
 CHANGES = {
@@ -134,6 +137,21 @@ CHANGES = {
             continuing.stream(4)(rank, world_size),
         ],
         UNKNOWN_ORDER,
+    ),
+    "a stream beside the user's sampler": same(
+        lambda rank, world_size: [
+            divided_by_user(SAMPLES)(rank, world_size),
+            continuing.stream(4)(rank, world_size),
+        ],
+        UNKNOWN_ORDER,
+        options=UNDIVIDED,
+    ),
+    "a stream beside a loader with a state": same(
+        lambda rank, world_size: [
+            stateful()(rank, world_size),
+            continuing.stream(4)(rank, world_size),
+        ],
+        "was not at a known place",
     ),
     "workers that yield the first batch that is ready": same(
         divided_by_strategy(in_order=False, **continuing.workers(2)), UNKNOWN_ORDER
@@ -169,6 +187,7 @@ CHANGES = {
     "another draw by weight": Change(
         weighted(replacement=True), weighted(replacement=False), OTHER_ORDER
     ),
+    "a state for a sampler": Change(divided_by_strategy(), stateful(), "is of another kind"),
     "two loaders for one": Change(
         divided_by_strategy(), two_loaders, "began with 1 training loaders, and there are 2 now"
     ),
@@ -233,9 +252,11 @@ def test_an_epoch_that_cannot_continue_starts_again(name: str, tmp_path: Path) -
     warned = [warning for _, resumed in by_rank for warning in resumed.warned]
     assert by_rank[0][1].warned == warned
     [warning] = warned
-    assert warning.startswith("epoch 1 cannot be resumed in the middle: ")
-    assert change.reason in warning
-    assert "StatefulDataLoader" in warning
+    begin, _, cause = warning.partition(": ")
+    assert begin == "epoch 1 cannot be resumed in the middle, so that epoch starts again"
+    reason, _, remedy = cause.partition("; ")
+    assert change.reason in reason
+    assert any(words in remedy for words in REMEDIES)
     for whole, resumed in by_rank:
         second_epoch = [step for step in whole.steps if step.epoch == 1]
         steps = resumed.run.steps
@@ -287,6 +308,102 @@ def test_an_epoch_that_would_be_uneven_on_more_ranks_starts_again(tmp_path: Path
     # rank 0 has 3 in two batches, and the others 2 in one batch: one, two and two are done.
     assert "continue after different numbers of batches [1, 2, 2]" in warning
     assert [len(resumed.run.steps) for resumed in (first, *others)] == [3, 3, 3]
+
+
+# Checkpoints that one rank saved alone, because another one was killed.
+
+
+def turned_on_rank_one(rank: int, world_size: int) -> DataLoader[Any]:
+    """Return loaders of samplers, of which only rank 1's differs from ``divided_by_user``."""
+    sampler = continuing.Turning(SAMPLES, rank, world_size)
+    order = sampler.own[::-1] if rank == 1 else sampler.own
+    return DataLoader(Numbers(SAMPLES), 2, sampler=order)
+
+
+# The loaders of the run that is killed, those of the resumed one, parts of the warning,
+# and the batches of the resumed epoch.
+ALONE: dict[str, tuple[Loaders, Loaders, list[str], list[int]]] = {
+    "the same order": (divided_by_user(SAMPLES), divided_by_user(SAMPLES), [], [3]),
+    "another order on the killed rank": (
+        divided_by_user(SAMPLES),
+        turned_on_rank_one,
+        [OTHER_ORDER, "sampler"],
+        [0, 1, 2, 3],
+    ),
+    "a loader with a state": (
+        stateful(8),
+        stateful(8),
+        ["a known place", "map-style dataset"],
+        [0, 1, 2, 3],
+    ),
+}
+
+
+def train_to_kill(rank: int, world_size: int, directory: Path, name: str) -> None:
+    """Train until rank 1 is killed in its third step, after which rank 0 saves alone."""
+    kill = Kill("on_after_backward", earlier=2)
+    options = {"callbacks": [kill.callback()], "max_epochs": 1, **UNDIVIDED}
+    training = training_on(rank, world_size, directory, ALONE[name][0], **options)
+    training.strategy = {"stop_checkpoint": str(directory / "alone.ckpt")}
+    training.run()
+
+
+def resume_alone(rank: int, world_size: int, directory: Path, name: str) -> Resumed:
+    """Resume from the file of ``train_to_kill``."""
+    path = str(directory.parent / "alone.ckpt")
+    options = {"max_epochs": 1, **UNDIVIDED}
+    return resume_from(rank, world_size, directory, ALONE[name][1], path, **options)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_each_rank_checks_a_place_that_one_rank_saved_alone(name: str, tmp_path: Path) -> None:
+    """All ranks continue, or all start the epoch again and rank 0 warns once."""
+    launch_ranks(train_to_kill, 2, tmp_path, name)
+    (tmp_path / "resumed").mkdir()
+    first, second = run_ranks(resume_alone, 2, tmp_path / "resumed", name)
+    _, _, parts, batches = ALONE[name]
+    assert [step.batch for step in first.run.steps] == batches
+    assert [step.batch for step in second.run.steps] == batches
+    assert len(first.warned) == len(parts[:1])
+    assert all(part in first.warned[0] for part in parts)
+    assert second.warned == []
+
+
+# Numbers of ranks that change, and generators without a seed.
+
+
+class Unseeded(continuing.Net):
+    """Draws other numbers in each run, as without ``seed_everything``."""
+
+    def setup(self, stage: str) -> None:
+        random.seed()
+
+    def on_fit_start(self) -> None:
+        torch.seed()
+
+
+UNSEEDED: dict[str, Any] = {"model": partial(Unseeded, dropout=0.0), **UNDIVIDED}
+
+
+def train_unseeded(
+    rank: int, world_size: int, directory: Path, point: str, path: str | None = None
+) -> tuple[str, str]:
+    """Train, from a checkpoint if given; save at a point, and resume from there.
+
+    Return the checkpoint, and how the resumed run differs.
+    """
+    loaders = sampled_by(random.randrange)
+    training = training_on(rank, world_size, directory, loaders, **UNSEEDED)
+    run = training.run(point, ckpt_path=path)
+    resumed = training.run(ckpt_path=run.saved[point])
+    return run.saved[point], continuing.difference(training, run, 3, resumed)
+
+
+def test_ranks_that_a_resume_adds_keep_their_orders(tmp_path: Path) -> None:
+    """A run that is resumed on more ranks, and once more, equals one that did not stop."""
+    [(path, _)] = run_ranks(train_unseeded, 1, tmp_path, "train_epoch_end-8")
+    results = run_ranks(train_unseeded, 2, tmp_path, "train_batch_end-11", path)
+    assert [difference for _, difference in results] == ["", ""]
 
 
 # An epoch that continues.

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
+from math import ceil
 from typing import Any
 
 import torch
@@ -26,11 +28,15 @@ from torch.utils.data import BatchSampler, DataLoader
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
-from lightning_ddp_ext.data.even_batches import EvenBatches
 from lightning_ddp_ext.data.loader import DistributedLoader
-from lightning_ddp_ext.data.loader_properties import each_of, index_sampler_of, iterates_as_torch
 from lightning_ddp_ext.data.position import global_order_of
-from lightning_ddp_ext.data.proxy import make_permanent
+from lightning_ddp_ext.data.proxy import (
+    each_of,
+    index_sampler_of,
+    iterates_as_torch,
+    make_permanent,
+)
+from lightning_ddp_ext.data.samplers import GlobalOrderSampler
 
 from ..private.compat import active_loop_of, mode_of, results_of, takes_iterator
 from ..private.lightning_tree import RunningStage
@@ -158,6 +164,73 @@ def can_count_once(loader: DataLoader[Any]) -> bool:
         if is_users or index_sampler.drop_last:
             return False
     return getattr(loader, "in_order", True) and iterates_as_torch(loader)
+
+
+class EvenBatches:
+    """Yields the batches of one rank: first its own samples, then one sample alone.
+
+    If the number of samples is not a multiple of the number of ranks, the first ranks
+    read one sample more than the others, and the others repeat one of the first
+    samples, as with torch's ``DistributedSampler``. Here this last sample is alone in a
+    batch on every rank, so that a step contains either samples that count or a sample
+    that is repeated.
+
+    Args:
+        index_sampler: the loader's own: a ``BatchSampler`` over ``sampler``, or
+            ``sampler`` itself, whose items are then read one by one.
+        sampler: one of our samplers.
+        separates_last: whether the last sample has a separate batch now; otherwise the
+            batches are those of ``index_sampler``.
+
+    >>> from torch.utils.data import BatchSampler
+    >>> from lightning_ddp_ext.data.samplers import ExactDistributedSampler
+    >>> samplers = [ExactDistributedSampler(range(7), num_replicas=2, rank=rank) for rank in (0, 1)]
+    >>> [list(EvenBatches(BatchSampler(own, 2, drop_last=False), own)) for own in samplers]
+    [[[0, 2], [4], [6]], [[1, 3], [5], [0]]]
+    """
+
+    def __init__(
+        self,
+        index_sampler: BatchSampler | GlobalOrderSampler,
+        sampler: GlobalOrderSampler,
+        separates_last: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._index_sampler = index_sampler
+        self._sampler = sampler
+        self._separates_last = separates_last
+        self._batch_size: int | None = getattr(index_sampler, "batch_size", None)
+
+    @property
+    def samples(self) -> int:
+        """The number of samples of all ranks, without repeated ones."""
+        return self._sampler.length
+
+    def repeating_ranks(self) -> tuple[int, ...]:
+        """Return the ranks that repeat a sample in the last batch now."""
+        world_size = self._sampler.num_replicas
+        left_over = self._sampler.length % world_size
+        is_separate = left_over > 0 and self._separates_last()
+        return tuple(range(left_over, world_size)) if is_separate else ()
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.repeating_ranks():
+            yield from self._index_sampler
+            return
+        order = self._sampler.compute_order()
+        # The repeating ranks read one of the first items of the order last.
+        shard = replace(self._sampler.shard(0), uneven="pad")
+        items = order(shard.positions(0, len(shard))).tolist()
+        if self._batch_size is None:
+            yield from items
+            return
+        yield from BatchSampler(items[:-1], self._batch_size, drop_last=False)
+        yield items[-1:]
+
+    def __len__(self) -> int:
+        if not self.repeating_ranks():
+            return len(self._index_sampler)
+        whole = self._sampler.length // self._sampler.num_replicas
+        return ceil(whole / (self._batch_size or 1)) + 1
 
 
 # States of metrics.

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, get_args
 
 from lightning_ddp_ext.arguments import check_choice
@@ -26,11 +25,8 @@ from lightning_ddp_ext.data.loader import (
     TrainingLoader,
     source_of,
 )
-from lightning_ddp_ext.data.loader_properties import length_or_inf
-from lightning_ddp_ext.data.position import global_order_of, rewind
-from lightning_ddp_ext.data.proxy import own_copy
-from lightning_ddp_ext.data.random_state import mix
-from lightning_ddp_ext.data.samplers import TorchOrderSampler
+from lightning_ddp_ext.data.position import rewind
+from lightning_ddp_ext.data.proxy import length_or_inf, own_copy
 
 from ..checkpoints.collective import Checkpoints
 from ..private.compat import active_loop_of, combined_iterator_of, iterators_of
@@ -39,23 +35,10 @@ from ..private.replaced_methods import Prepare, ReplacedMethods
 from ..start.devices import RankDevicesStrategy
 from ..stopping.stops import StopController
 from .evaluation import Evaluation
-from .positions import training_loaders_of, validation_loaders_of
+from .orders import training_loaders_of, validation_loaders_of
 from .resume import Resume, ResumeData
 from .sampler_choice import divide
 from .uneven import UnevenInputs, UnevenMode
-
-
-@dataclass(frozen=True)
-class RunParts:
-    """The parts of a strategy that follow a Trainer's run.
-
-    Attributes:
-        stops: stops all ranks before a batch.
-        replaced: restores what a run changes in Lightning.
-    """
-
-    stops: StopController
-    replaced: ReplacedMethods
 
 
 class TrainerLoaders:
@@ -64,7 +47,8 @@ class TrainerLoaders:
     Args:
         strategy: our strategy.
         checkpoints: gathers the ranks' states.
-        parts: other parts of the strategy.
+        stops: stops all ranks before a batch.
+        replaced: restores what a run changes in Lightning.
         exact_evaluation, uneven_inputs, resume_data: see ``DDPExtStrategy``.
 
     Attributes:
@@ -78,7 +62,8 @@ class TrainerLoaders:
         self,
         strategy: RankDevicesStrategy,
         checkpoints: Checkpoints,
-        parts: RunParts,
+        stops: StopController,
+        replaced: ReplacedMethods,
         *,
         exact_evaluation: bool,
         uneven_inputs: UnevenMode | None,
@@ -88,10 +73,11 @@ class TrainerLoaders:
         check_choice("resume_data", resume_data, *get_args(ResumeData))
         check_choice("uneven_inputs", uneven_inputs, None, *get_args(UnevenMode))
         self._strategy = strategy
-        self._parts = parts
-        self.uneven = UnevenInputs(strategy, uneven_inputs)
+        self._stops = stops
+        self._replaced = replaced
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
-        self.resume = Resume(strategy, checkpoints, parts.stops, parts.replaced, resume_data)
+        self.resume = Resume(strategy, checkpoints, stops, replaced, resume_data)
+        self.uneven = UnevenInputs(strategy, self.resume.orders, uneven_inputs)
         self.worker_seed: int | None = None
         self._combined_iterator: Any = None  # of the epoch that was entered last
 
@@ -105,7 +91,7 @@ class TrainerLoaders:
         self.evaluation.end()
         self.worker_seed = None
         self._combined_iterator = None
-        self._parts.replaced.prepare_loaders(trainer, by=self.prepare)
+        self._replaced.prepare_loaders(trainer, by=self.prepare)
 
     # Preparing loaders.
 
@@ -126,7 +112,7 @@ class TrainerLoaders:
             stage,
             shuffle=shuffle,
             counts_once=self.evaluation.is_exact,
-            seed=lambda: self.resume.seed,
+            seed=self.resume.orders.agree,
         )
         if divided is None:
             divided = as_lightning(source, shuffle, stage)
@@ -139,7 +125,8 @@ class TrainerLoaders:
         self._combined_iterator = None  # refers to loaders that are not needed any longer
         loader = TrainingLoader(divided, self.start, is_dealt=is_dealt)
         self.uneven.agree_on_length(loader)
-        loader.make_position(self.resume.order_of_rank(0), self._read_ahead(loader))
+        loader.make_position(self._read_ahead(loader))
+        self.resume.orders.agree()
         return loader.shown()
 
     def _read_ahead(self, loader: TrainingLoader) -> int:
@@ -154,7 +141,7 @@ class TrainerLoaders:
         A hook may exchange the weights. Iterators have drawn no random numbers yet.
         """
         trainer = self._strategy.current_trainer
-        self._parts.stops.weights.before_validation(trainer)
+        self._stops.weights.before_validation(trainer)
         has_begun = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready > 0
         is_first_loader = validation_loaders_of(trainer)[:1] == [loader]
         if trainer.validating and is_first_loader and not has_begun:
@@ -201,7 +188,6 @@ class TrainerLoaders:
         if combined_iterator_of(fit_loop) is self._combined_iterator:
             return self._start_at_position(loader, iterator)
         self._combined_iterator = combined_iterator_of(fit_loop)
-        self._assign_orders()
         self.resume.before_iterators()
         batches = self._start_at_position(loader, iterator)
         for other in iterators_of(fit_loop):
@@ -212,20 +198,6 @@ class TrainerLoaders:
             iterator.before_next()
         return batches
 
-    def _assign_orders(self) -> None:
-        """Let each training loader draw an order of its own, under the seed of the run.
-
-        Hooks may have loaded the data before a checkpoint has set that seed. Stock's
-        samplers all have one seed.
-        """
-        for number, loader in enumerate(training_loaders_of(self._strategy.current_trainer)):
-            order = self.resume.order_of_rank(number)
-            vars(loader.ranks).update(vars(order))
-            sampler = global_order_of(loader.loader)
-            if loader.is_dealt and sampler is not None:
-                is_stocks = isinstance(sampler, TorchOrderSampler)
-                sampler.seed = order.seed if is_stocks else mix(order.seed, number)
-
     def _start_at_position(self, loader: TrainingLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Start an iterator over a training loader at the loader's position."""
         if self.resume.has_no_batches_left:
@@ -233,16 +205,14 @@ class TrainerLoaders:
         with self._workers_of(loader):
             batches = self.uneven.give_batches(loader.iterate())
         if loader is training_loaders_of(self._strategy.current_trainer)[0]:
-            iterator.before_next = self._parts.stops.before_batch
+            iterator.before_next = self._stops.before_batch
         return batches
 
     # Hooks of the fit loop.
 
     def on_train_start(self) -> None:
         """Set the counters and the random state with which training continues."""
-        self._assign_orders()
-        iterator = combined_iterator_of(self._strategy.current_trainer.fit_loop)
-        self.resume.on_train_start(has_begun=iterator is self._combined_iterator)
+        self.resume.on_train_start()
 
     def on_train_batch_start(self, batch: Any) -> None:
         """Let the loops continue as usual, and compare the ranks' first batches.

@@ -1,32 +1,15 @@
 """Save where training continues, and continue there: in the middle of an epoch, or at its start.
 
-The strategy adds one section to a checkpoint, which is otherwise unchanged, so stock
-``ddp`` can also resume from it:
-
-===========  =====================================================================
-``version``  the version of the section
-``seed``     the seed for the order of samples
-``keys``     of each rank, those of its generators, see ``data.random_state.keys_of``
-``restart``  where training continues, a :class:`~.loop_state.Restart`
-``stopped``  where all ranks stopped and saved the checkpoint, if they did
-``ranks``    of each rank that saved: its ``rank``, its random states
-             (``random``), and for each training loader the place (``loaders``)
-===========  =====================================================================
-
 When a checkpoint is read, the loaders may not be known yet. Whether the epoch continues
 or starts again is decided once, by all ranks together, when the first batch is
 requested or in ``on_train_start``, whichever is first.
 
 Random states are saved only if the checkpoint is saved between two optimiser steps.
-Each time Lightning creates an iterator, its loader draws a seed for the workers, and a
-resumed run creates the iterators of its first epoch too early. At the start of an
-epoch, the seeds are therefore drawn again after the random states are restored.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -34,41 +17,27 @@ from typing import Any, Literal
 import torch
 
 from lightning_ddp_ext.data.loader import TrainingLoader
-from lightning_ddp_ext.data.loader_properties import length_or_inf
-from lightning_ddp_ext.data.position import OrderOfRank
-from lightning_ddp_ext.data.random_state import (
-    keys_of,
-    record_random_state,
-    restore_random_state,
-)
+from lightning_ddp_ext.data.proxy import length_or_inf
+from lightning_ddp_ext.data.random_state import record_random_state, restore_random_state
 
 from ..checkpoints.collective import Checkpoints
-from ..private.compat import (
-    combined_iterator_of,
-    end_epoch_after,
-    end_restart,
-    fetcher_of,
-    mode_of,
-)
-from ..private.lightning_tree import pl, rank_zero_warn
+from ..private.compat import end_epoch_after, end_restart, fetcher_of, mode_of
+from ..private.lightning_tree import rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
 from ..start.devices import RankDevicesStrategy
 from ..stopping.stops import StopController
 from ..strategy_ranks import ranks_of
-from .loop_state import Restart, Stopped, change_to, find_restart
-from .positions import epoch_of, training_loaders_of
+from .loop_state import Restart, Stopped, find_restart
+from .orders import Orders, epoch_of, training_loaders_of
+from .saved_place import KEY, VERSION, SavedPlace, read_place, section_of
 
 ResumeData = Literal["exact", "stock"]
 
-KEY = "lightning_ddp_ext"
-VERSION = 11
-
 _OF_MID_EPOCH_RESUME = ".*resuming from a checkpoint that ended before the epoch ended"
-_REMEDY = (
-    "use a map-style dataset with a sampler that draws only from random, NumPy or torch, or a"
-    " loader with a state, such as torchdata's StatefulDataLoader"
+_IS_LOST = (
+    "the checkpoint has no position that this release can read; save at the end of an epoch"
+    " before you change the strategy or its release"
 )
-_AT_CHANGES = "save at the end of an epoch before you change the strategy or its release"
 
 
 class Resume:
@@ -87,9 +56,10 @@ class Resume:
 
     Attributes:
         mode: the argument.
-        known_seed: the seed for the order of samples, once it is known.
+        orders: determines the orders of the training loaders.
         is_training: whether ``on_train_start`` was called.
-        restart: where the resumed epoch continues; ``None`` in other epochs.
+        restart: where the resumed epoch continues, according to the checkpoint, and
+            then to the decision; ``None`` in other epochs.
     """
 
     def __init__(
@@ -105,21 +75,14 @@ class Resume:
         self._stops = stops
         self._replaced = replaced
         self.mode = mode
-        self.known_seed: int | None = None
-        self._keys: list[list[int]] = []  # of each rank, when the seed became known
+        self.orders = Orders(strategy)
         self._has_run = False
         self._reset()
 
     def _reset(self) -> None:
         self.is_training = False
+        self._saved: SavedPlace | None = None  # until the resumed epoch ends
         self.restart: Restart | None = None
-        self._saved: Restart | None = None  # its value in the checkpoint
-        self._stopped: Stopped | None = None  # where the resumed run did
-        self._loops: Mapping[str, Any] = {}  # of the checkpoint, as they were saved
-        self._own: dict[str, Any] = {}  # this rank's state in the checkpoint
-        self._placed: TrainingLoader | None = None
-        self._batches_in_epoch = math.inf  # unless known from the checkpoint
-        self._iterator_at_start: Any = None  # of the combined loader, at an epoch's start
         self._before_validation: list[Any] | None = None
 
     @property
@@ -131,32 +94,8 @@ class Resume:
         self._has_run = True
         if trainer.state.fn == "fit":
             # A checkpoint that is saved after an evaluation has the seed of the fit before it.
-            self.known_seed = None
+            self.orders.forget()
         self._reset()
-
-    @property
-    def seed(self) -> int:
-        """The seed for the order of samples.
-
-        It is the seed of the resumed run, otherwise rank 0's. Collective the first
-        time.
-        """
-        if self.known_seed is None:
-            own = (int(os.environ.get("PL_GLOBAL_SEED", 0)), keys_of())
-            by_rank = ranks_of(self._strategy).gather(own)
-            self.known_seed = by_rank[0][0]
-            self._keys = [keys for _, keys in by_rank]
-        return self.known_seed
-
-    def order_of_rank(self, loader: int) -> OrderOfRank:
-        """Return what determines this rank's orders. Collective the first time.
-
-        ``loader`` is the number of the loader among the training loaders.
-        """
-        rank = self._strategy.global_rank
-        seed = self.seed
-        keys = self._keys[rank] if rank < len(self._keys) else keys_of()  # of a new rank
-        return OrderOfRank(seed, keys, rank, self._strategy.world_size, loader)
 
     @property
     def epoch(self) -> int:
@@ -190,11 +129,10 @@ class Resume:
         checkpoint[KEY] = self.make_section(restart, self._stops.stopped, ranks)
 
     def make_section(self, restart: Restart, stopped: Stopped | None, ranks: Any) -> dict[str, Any]:
-        """Return the section of a checkpoint; see the module."""
+        """Return the section of a checkpoint; see ``saved_place``."""
         return {
             "version": VERSION,
-            "seed": self.known_seed,
-            "keys": self._keys,
+            **self.orders.section(),
             "restart": vars(restart),
             "stopped": stopped,
             "ranks": ranks,
@@ -203,8 +141,8 @@ class Resume:
     def state_at(self, restart: Restart, random: Any) -> dict[str, Any]:
         """Return this rank's state for a checkpoint that continues at ``restart``."""
         loaders = training_loaders_of(self._trainer) if restart.is_within else []
-        states = [loader.state_after(restart.done) for loader in loaders]
-        return {"rank": self._strategy.global_rank, "random": random, "loaders": states}
+        places = [loader.state_after(restart.done) for loader in loaders]
+        return {"rank": self._strategy.global_rank, "random": random, "loaders": places}
 
     def _random_state_at(self, restart: Restart, loops: Mapping[str, Any]) -> Any:
         """Return this rank's random state, or ``None`` in the middle of an optimiser step."""
@@ -228,38 +166,16 @@ class Resume:
         is_fitting = self._trainer.state.fn == "fit"
         if not is_fitting or "loops" not in checkpoint or self.mode == "stock":
             return
-        loops = checkpoint["loops"]["fit_loop"]
-        section = checkpoint.get(KEY) or {}
-        if section.get("version") == VERSION:
-            self.restart = Restart(**section["restart"])
-            if section["seed"] is not None:
-                self.known_seed = section["seed"]
-                self._keys = section["keys"]
-            self._stopped = section["stopped"]
-            self._own = self._own_state(section["ranks"])
-            # Lightning has saved rank 0's states of loaders, but each rank has its own.
-            loops = _without_loader_states(loops)
-        else:
-            self.restart = find_restart(loops, accumulated=self._trainer.accumulate_grad_batches)
-            if self.restart.is_within:
-                reason = "the checkpoint has no position that this release can read"
-                _warn(self.restart.epoch, reason, _AT_CHANGES)
-                self.restart = self.restart.from_epoch_start()
-            if self.restart.has_started:
-                loops = _without_loader_states(loops)
-        self._saved = self.restart
-        self._loops = loops
-        checkpoint["loops"]["fit_loop"] = self._corrected_loops()
-
-    def _own_state(self, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return this rank's state, or what it shares with a rank that saved."""
-        own = [state for state in ranks if state["rank"] == self._strategy.global_rank]
-        return own[0] if own else {**ranks[0], "random": None}
-
-    def _corrected_loops(self) -> dict[str, Any]:
-        """Return a state of the fit loop from which Lightning continues correctly."""
-        assert self.restart is not None
-        return change_to(self._loops, self.restart, stopped=self._stopped)
+        accumulated = self._trainer.accumulate_grad_batches
+        saved = read_place(checkpoint, rank=self._strategy.global_rank, accumulated=accumulated)
+        section = section_of(checkpoint)
+        if section is not None:
+            self.orders.restore(section)
+        if saved.is_lost:
+            _warn(saved.restart.epoch, _IS_LOST)
+        self._saved = saved
+        self.restart = saved.restart
+        checkpoint["loops"]["fit_loop"] = saved.loops_at(saved.restart)
 
     # The resumed epoch.
 
@@ -277,23 +193,22 @@ class Resume:
 
         Collective in the resumed epoch.
         """
+        self.orders.assign()
         if self.restart is not None and self.epoch > self.restart.epoch:
             self.restart = None
-            self._placed = None  # frees the loader
-            self._own = {}
-        if self.restart is not None:
-            self._decide()
+            self._saved = None
+        self._decide()
         if self.restart is None or not self.restart.is_within:
             for loader in training_loaders_of(self._trainer):
                 loader.start_epoch(self.epoch)
-        iterator = self._iterator_at_start
-        self._iterator_at_start = None
-        # Some versions of Lightning create the iterators of this epoch again.
-        if iterator is not None and iterator is combined_iterator_of(self._trainer.fit_loop):
-            self._draw_worker_seeds()
 
     def after_iterators(self) -> None:
-        """Restore a random state that was saved after the epoch's iterators had started."""
+        """Restore a random state that was saved after the epoch's iterators had started.
+
+        Collective if ranks can draw different orders.
+        """
+        if self.orders.can_differ:
+            self.orders.gather()
         restart = self.restart
         if restart is None or not self.is_training:
             return
@@ -302,137 +217,132 @@ class Resume:
 
     def _decide(self) -> None:
         """Continue in the resumed epoch on all ranks, or start it again. Collective."""
-        assert self.restart is not None
+        saved = self._saved
         loaders = training_loaders_of(self._trainer)
-        if not self.restart.is_within or self._placed is loaders[0]:
+        if saved is None or self.restart is None or not self.restart.is_within:
             return
-        self._placed = loaders[0]
-        problem = self._continue(loaders)
-        answers = ranks_of(self._strategy).gather((problem, self.restart.done))
-        problems = [problem for problem, _ in answers if problem is not None]
-        done_by_rank = [done for _, done in answers]
-        if not problems and len(set(done_by_rank)) > 1:
-            problems = [
-                f"the ranks would continue after different numbers of batches {done_by_rank}"
-            ]
+        if loaders[0].start.epoch == self.restart.epoch:
+            return  # this was decided for these loaders
+        problem = self._continue(loaders, saved.loaders)
+        by_rank = ranks_of(self._strategy).gather((problem, self.restart.done))
+        problems = [problem for problem, _ in by_rank if problem is not None]
+        done_by_rank = [done for _, done in by_rank]
+        if len(set(done_by_rank)) > 1:
+            problems.append(
+                f"the ranks would continue after different numbers of batches {done_by_rank};"
+                " resume on the same number of ranks"
+            )
         if problems:
-            self._start_again(problems[0])
+            _warn(self.restart.epoch, problems[0])
+            for loader in loaders:
+                loader.start_epoch(self.restart.epoch)
+            self.restart = self.restart.from_epoch_start()
+            self._saved = replace(saved, random=None)
 
-    def _continue(self, loaders: Sequence[TrainingLoader]) -> str | None:
+    def _continue(
+        self, loaders: Sequence[TrainingLoader], places: Sequence[dict[str, Any]]
+    ) -> str | None:
         """Continue in each training loader; return why that is impossible, if it is."""
         assert self.restart is not None
-        states = self._own["loaders"]
-        if len(states) != len(loaders):
-            return f"it began with {len(states)} training loaders, and there are {len(loaders)} now"
-        self._count_batches(loaders, states)
-        for loader, state in zip(loaders, states, strict=True):
+        if len(places) != len(loaders):
+            return (
+                f"it began with {len(places)} training loaders, and there are {len(loaders)} now;"
+                " resume with the same loaders"
+            )
+        for number, (loader, place) in enumerate(zip(loaders, places, strict=True)):
             loader.set_epoch(self.restart.epoch)
-            problem = loader.continue_epoch(self.restart.epoch, state, self.restart.done)
+            checksums = self.orders.checksums_of(number)
+            problem = loader.continue_epoch(self.restart.epoch, place, checksums)
             if problem is not None:
                 return f"{loader.name} {problem}"
+        whole, left = self._count_batches(loaders)
+        if math.inf not in (whole, left):
+            accumulated = self._trainer.accumulate_grad_batches
+            done = int(whole - left) // accumulated * accumulated
+            self.restart = replace(self.restart, done=done)
+        for loader in loaders:
+            loader.done = self.restart.done
         return None
 
-    def _count_batches(
-        self, loaders: Sequence[TrainingLoader], states: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Count the epoch's batches, and those of them that are done.
+    def _count_batches(self, loaders: Sequence[TrainingLoader]) -> tuple[float, float]:
+        """Return how many batches an epoch has, and how many are left of this one.
 
         Both change with the number of ranks and the batch size. Lightning assumes the
         same number of batches in all epochs, so those that are not left are done, but
         not those after the last optimiser step.
         """
-        assert self.restart is not None
         combine = min if mode_of(self._trainer.fit_loop) == "min_size" else max
         whole = combine(length_or_inf(loader.loader) for loader in loaders)
         left = combine(
-            loader.position.left(state["place"])
-            for loader, state in zip(loaders, states, strict=True)
+            loader.position.left(loader.start.at)
+            for loader in loaders
             # A loader that has begun again is shorter, and does not end the epoch.
-            if state["number"] == 0
+            if loader.start.number == 0
         )
-        if math.inf not in (whole, left):
-            accumulated = self._trainer.accumulate_grad_batches
-            done = int(whole - left) // accumulated * accumulated
-            self.restart = replace(self.restart, done=done)
-            self._batches_in_epoch = done + left
-
-    def _start_again(self, reason: str) -> None:
-        """Start the epoch again, as stock Lightning does."""
-        assert self.restart is not None
-        _warn(self.restart.epoch, reason)
-        for loader in training_loaders_of(self._trainer):
-            loader.start_epoch(self.restart.epoch)
-        self.restart = self.restart.from_epoch_start()
-        self._own["random"] = None
+        return whole, left
 
     # Hooks of the fit loop.
 
-    def on_train_start(self, *, has_begun: bool) -> None:
+    def on_train_start(self) -> None:
         """Set the counters and the random state with which training continues.
 
-        ``has_begun`` tells whether the epoch's first batch was requested. Collective in
-        a resumed run.
+        Collective in a resumed run.
         """
         self.is_training = True
-        if self.restart is None or self._saved is None:
+        if self._saved is None:
             return
+        self.orders.assign()
         done = self._trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        if (epoch_of(self._trainer), done) != (self._saved.epoch, self._saved.done):
-            self.restart = None  # a `LearningRateFinder` has set the loops to its own file
+        if (epoch_of(self._trainer), done) != (self._saved.restart.epoch, self._saved.restart.done):
+            # A `LearningRateFinder` has set the loops to its own file.
+            self.restart = None
+            self._saved = None
             return
         self._decide()
-        self._correct_loops()
         self._restore_random_state()
-        self._prepare_worker_seeds(has_begun=has_begun)
-        _warn_of_frozen_parameters(self._trainer)
+        self._correct_loops()
 
     def _correct_loops(self) -> None:
         """Change what the checkpoint's loop state did not yet take into account."""
-        assert self.restart is not None
+        restart = self.restart
+        assert restart is not None
+        assert self._saved is not None
         fit_loop = self._trainer.fit_loop
-        if self.restart != self._saved and not self.restart.is_within:
-            fit_loop.load_state_dict(self._corrected_loops())
+        if restart != self._saved.restart and not restart.is_within:
+            fit_loop.load_state_dict(self._saved.loops_at(restart))
             fit_loop.update_restart_stage()
-        if self.restart.at == "epoch_start":
-            end_restart(fit_loop)
-        if self.restart.is_within:
+        if restart.at == "epoch_start":
+            self._create_iterators_again(restart)
+        if restart.is_within:
             self._replaced.hide_warning(_OF_MID_EPOCH_RESUME)
-            self._set_numbers_of_batches(self.restart)
+            self._set_numbers_of_batches(restart)
+
+    def _create_iterators_again(self, restart: Restart) -> None:
+        """Make Lightning create the epoch's iterators after the hooks, as in a whole run.
+
+        They then draw the seeds of workers when a whole run does. If it makes the loaders
+        again, it also draws some before the hooks.
+        """
+        fit_loop = self._trainer.fit_loop
+        end_restart(fit_loop)
+        interval = self._trainer.reload_dataloaders_every_n_epochs
+        if interval and restart.epoch and restart.epoch % interval == 0:
+            for loader in training_loaders_of(self._trainer):
+                loader.has_seeded_kept_workers = False
+            iter(fetcher_of(fit_loop))
 
     def _set_numbers_of_batches(self, restart: Restart) -> None:
         """Set the loops to the numbers of batches, done and in all, on these ranks."""
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = restart.done
         current.completed = restart.done - 1 if restart.at == "batch_end" else restart.done
-        if self._batches_in_epoch < self._trainer.num_training_batches:
-            end_epoch_after(self._trainer, int(self._batches_in_epoch))
+        _, left = self._count_batches(training_loaders_of(self._trainer))
+        if restart.done + left < self._trainer.num_training_batches:
+            end_epoch_after(self._trainer, int(restart.done + left))
 
     def _restore_random_state(self) -> None:
-        if self._own.get("random") is not None:
-            restore_random_state(self._own["random"], device_generators(self._strategy))
-
-    def _prepare_worker_seeds(self, *, has_begun: bool) -> None:
-        """Draw the worker seeds that a whole run draws at the start of this epoch.
-
-        It draws them for loaders that it makes again, before the hooks of the start, and
-        for the epoch's iterators, after them.
-        """
-        assert self.restart is not None
-        if self.restart.at != "epoch_start" or self.restart.epoch == 0:
-            return
-        interval = self._trainer.reload_dataloaders_every_n_epochs
-        if interval and self.restart.epoch % interval == 0:
-            for loader in training_loaders_of(self._trainer):
-                loader.has_seeded_kept_workers = False
-            self._draw_worker_seeds()
-        if has_begun:
-            self._draw_worker_seeds()
-        else:
-            self._iterator_at_start = combined_iterator_of(self._trainer.fit_loop)
-
-    def _draw_worker_seeds(self) -> None:
-        for loader in training_loaders_of(self._trainer):
-            loader.draw_worker_seed()
+        if self._saved is not None and self._saved.random is not None:
+            restore_random_state(self._saved.random, device_generators(self._strategy))
 
     def on_train_batch_start(self) -> None:
         """Let Lightning's loops continue as usual, once the first batch was read."""
@@ -453,36 +363,7 @@ def device_generators(strategy: RankDevicesStrategy) -> list[Any]:
     return [torch.cuda.default_generators[device.index] for device in devices]
 
 
-def _warn(epoch: int, reason: str, remedy: str = _REMEDY) -> None:
+def _warn(epoch: int, problem: str) -> None:
     rank_zero_warn(
-        f"epoch {epoch} cannot be resumed in the middle: {reason}, so that epoch starts again;"
-        f" {remedy}"
+        f"epoch {epoch} cannot be resumed in the middle, so that epoch starts again: {problem}"
     )
-
-
-def _without_loader_states(loops: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a fit loop's state without the loaders' states."""
-    states = dict(loops["state_dict"])
-    states.pop("combined_loader", None)
-    return {**loops, "state_dict": states}
-
-
-def _warn_of_frozen_parameters(trainer: Any) -> None:
-    """Warn if a callback has frozen again what the resumed run trained."""
-    callbacks = [type(callback) for callback in trainer.callbacks]
-    freezing = [each for each in callbacks if issubclass(each, pl.callbacks.BaseFinetuning)]
-    if not freezing:
-        return
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    trained = {parameter for group in groups for parameter in group["params"]}
-    frozen = [
-        name
-        for name, parameter in trainer.lightning_module.named_parameters()
-        if parameter in trained and not parameter.requires_grad
-    ]
-    if frozen:
-        rank_zero_warn(
-            f"{freezing[0].__name__} has frozen {len(frozen)} parameters that the optimisers of"
-            f" the resumed run have, such as {frozen[0]}; call its make_trainable in"
-            " on_train_start"
-        )

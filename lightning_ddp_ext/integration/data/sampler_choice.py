@@ -25,10 +25,9 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_ext.data.epochs import samplers_below
-from lightning_ddp_ext.data.loader_properties import index_sampler_of, length_or_inf
 from lightning_ddp_ext.data.permutation import Uneven
 from lightning_ddp_ext.data.position import global_order_of
-from lightning_ddp_ext.data.proxy import own_copy
+from lightning_ddp_ext.data.proxy import index_sampler_of, length_or_inf, own_copy
 from lightning_ddp_ext.data.samplers import (
     DistributedBatchSamplerWrapper,
     GlobalOrderSampler,
@@ -75,11 +74,9 @@ def divide(
     is_evaluated = stage != RunningStage.TRAINING
     is_batches = drawn is loader.batch_sampler
     reads_each_once = not is_batches and _yields_each_once(drawn, loader.dataset)
-    # Users' batches may have different sizes, and so would a step on each rank.
-    if is_evaluated and (is_batches or not counts_once):
-        return None
-    # With Lightning's sampler, a warning says that evaluated samples are repeated.
-    if is_evaluated and reads_each_once and not can_count_once(loader):
+    # Users' batches may have different sizes, and so would a step on each rank. With
+    # Lightning's sampler, a warning says that evaluated samples are repeated.
+    if is_evaluated and (is_batches or not counts_once or not can_count_once(loader)):
         return None
     options = {**strategy.distributed_sampler_kwargs, "seed": seed()}
     if reads_each_once:

@@ -9,19 +9,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import islice
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_ext.checksum import checksum
-from lightning_ddp_ext.data.even_batches import AHEAD, end_together
 from lightning_ddp_ext.data.loader import DistributedLoader
-from lightning_ddp_ext.data.loader_properties import index_sampler_of, length_or_inf, name_of
 from lightning_ddp_ext.data.position import global_order_of
+from lightning_ddp_ext.data.proxy import index_sampler_of, length_or_inf, name_of
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
@@ -31,9 +32,11 @@ from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of
 from ..private.lightning_tree import rank_zero_warn
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import group_of_small_collectives, ranks_of, refuse
-from .positions import training_loaders_of
+from .orders import Orders, OrdersOfRank, training_loaders_of
 
+T = TypeVar("T")
 UnevenMode = Literal["stop_at_shortest"]
+AHEAD = 2  # items that `end_together` draws ahead on each rank
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,13 @@ class TrainingData:
         length: the number of batches in an epoch; ``inf`` if unknown.
         checksums: those of the tensors in the first batch, if a loader has no indices.
         identities: for each loader, the parameters of our sampler in it.
+        orders: those of the rank in :attr:`Orders.by_rank`.
     """
 
     length: float
     checksums: tuple[int, ...]
     identities: list[dict[str, Any]]
+    orders: OrdersOfRank = ([], [])
 
 
 class UnevenInputs:
@@ -59,6 +64,7 @@ class UnevenInputs:
 
     Args:
         strategy: our strategy.
+        orders: gets those of all ranks.
         mode: the argument ``uneven_inputs`` of ``DDPExtStrategy``.
 
     Attributes:
@@ -66,8 +72,11 @@ class UnevenInputs:
             same calls at the same batch.
     """
 
-    def __init__(self, strategy: RankDevicesStrategy, mode: UnevenMode | None) -> None:
+    def __init__(
+        self, strategy: RankDevicesStrategy, orders: Orders, mode: UnevenMode | None
+    ) -> None:
         self._strategy = strategy
+        self._orders = orders
         self._mode = mode
         self.start_run()
 
@@ -150,8 +159,7 @@ class UnevenInputs:
         """
         if self._has_new_loaders:
             self._has_new_loaders = False
-            if self._strategy.world_size > 1:
-                self._compare(batch)
+            self._compare(batch)
 
     def _compare(self, batch: Any) -> None:
         trainer = self._strategy.current_trainer
@@ -162,8 +170,10 @@ class UnevenInputs:
             trainer.num_training_batches,
             _checksums(batch) if streams else (),
             [{} if sampler is None else sampler.identity() for sampler in samplers],
+            self._orders.own(),
         )
         data_by_rank = ranks_of(self._strategy).gather(own_data)
+        self._orders.by_rank = [data.orders for data in data_by_rank]
         lengths = [data.length for data in data_by_rank]
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
         problem = describe_difference(data_by_rank, loaders)
@@ -248,3 +258,72 @@ def _warn_of_same_batches(data_by_rank: Sequence[TrainingData], streams: Iterabl
                 " torch.distributed.get_rank() in the main process) and of this worker (call"
                 " torch.utils.data.get_worker_info())"
             )
+
+
+def end_together(
+    items: Iterator[T],
+    group: dist.ProcessGroup | None = None,
+    *,
+    on_last: Callable[[], object] = lambda: None,
+) -> Iterator[T]:
+    """Yield the same number of items on all ranks: that of the shortest iterator.
+
+    ``AHEAD`` items are drawn ahead. For each item, the ranks tell each other whether
+    they have one, and the answers arrive while an earlier item is in use. An item is
+    dropped if some rank has none.
+
+    Collective: every rank must take the same number of items from the returned
+    iterator. If a rank's iterator raises, the other ranks wait in a collective until
+    that rank's failure is detected.
+
+    Args:
+        items: this rank's own iterator, which is not read after its end.
+        group: a group of all ranks whose backend reduces CPU tensors; ``None`` for the
+            default group.
+        on_last: called before the last item is yielded.
+
+    Example with a single rank:
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> list(end_together(iter("abc")))
+        ['a', 'b', 'c']
+        >>> dist.destroy_process_group()
+    """
+    ahead = deque[_Drawn[T]]()
+
+    def draw() -> None:
+        is_over = bool(ahead) and not ahead[-1].item
+        ahead.append(_Drawn(iter(()) if is_over else items, group))
+
+    for _ in range(AHEAD):
+        draw()
+    has_next = ahead[0].is_on_all_ranks()
+    while has_next:
+        current = ahead.popleft().item[0]
+        has_next = ahead[0].is_on_all_ranks()
+        if has_next:
+            draw()
+        else:
+            on_last()
+        yield current
+
+
+class _Drawn(Generic[T]):
+    """The next item of an iterator, and whether all ranks have one.
+
+    Creating it is collective, but does not wait.
+
+    Attributes:
+        item: a list with the item; empty after the iterator's end.
+    """
+
+    def __init__(self, items: Iterator[T], group: dist.ProcessGroup | None) -> None:
+        self.item = list(islice(items, 1))
+        self._is_on_all = torch.tensor(len(self.item))  # 0 or 1; reduced when the exchange ends
+        self._exchange = dist.all_reduce(
+            self._is_on_all, op=dist.ReduceOp.MIN, group=group, async_op=True
+        )
+
+    def is_on_all_ranks(self) -> bool:
+        """Wait for the other ranks, and return whether each of them has an item."""
+        self._exchange.wait()
+        return bool(self._is_on_all)

@@ -102,6 +102,8 @@ def end_restart(fit_loop: Any) -> None:
     """
     refuse_missing(Loop, "restarting")
     Loop.restarting.fset(fit_loop, False)  # type: ignore[attr-defined]
+    if hasattr(fit_loop, "_resuming_from_checkpoint"):  # not before Lightning 2.6
+        fit_loop._resuming_from_checkpoint = False
 
 
 def validates_next(trainer: Any) -> bool:

@@ -27,7 +27,8 @@ from lightning_ddp_ext.threads import wait_for_gpus
 
 from ..checkpoints.run_files import RunFiles
 from ..data.loop_state import Restart, Stopped, complete_batch, find_restart
-from ..data.resume import KEY, Resume
+from ..data.resume import Resume
+from ..data.saved_place import KEY
 from ..private.compat import (
     averages_models,
     batches_that_stepped_of,

@@ -1,9 +1,13 @@
-"""Reduce many scalars over the ranks in one all-gather, before their first use.
+"""Reduce tensors over the ranks: one now, or many scalars in one all-gather before their first use.
 
-Each rank receives the values of all ranks, and computes the results itself. A message
-also contains a digest of each value's name and op, so ranks detect that they logged
-different values. Messages have the same length on all ranks, whatever they logged,
-since gloo aborts a process that receives another length.
+:func:`all_reduce` reduces one tensor. Lightning's own reduction runs a barrier first,
+which this one does not need.
+
+:func:`reduce_common` reduces many scalars. Each rank receives the values of all ranks,
+and computes the results itself. A message also contains a digest of each value's name
+and op, so ranks detect that they logged different values. Messages have the same length
+on all ranks, whatever they logged, since gloo aborts a process that receives another
+length.
 """
 
 from __future__ import annotations
@@ -16,13 +20,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ReduceOp
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import DivergenceError
 from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
+from lightning_ddp_ext.ranks import is_gloo
 
-_DTYPES = (torch.float32, torch.float64, torch.int64)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)
 _OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda rows: rows.mean(0),
     "sum": lambda rows: rows.sum(0),
@@ -34,6 +40,33 @@ _PER_MESSAGE = 128  # values in a message
 
 # Its name before torch 2.13 was all_gather_into_tensor.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_reduce(tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+    """Reduce a tensor in place, and return it.
+
+    A mean of integers is a new tensor of floats.
+
+    Collective: every rank of the group must call it.
+
+    Args:
+        tensor: this rank's values.
+        group: the ranks; ``None`` for all.
+        reduce_op: a ``ReduceOp`` or its name; "mean" is the same as "avg".
+    """
+    op = reduce_op
+    if isinstance(reduce_op, str):
+        op = getattr(ReduceOp, reduce_op.upper().replace("MEAN", "AVG"))
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    # Gloo has no AVG, and NCCL's would round integers.
+    if op != ReduceOp.AVG or not (is_integer or is_gloo(tensor.device, group)):
+        dist.all_reduce(tensor, op=op, group=group)
+        return tensor
+    if is_integer:
+        tensor = tensor.to(torch.int64, copy=True)
+    dist.all_reduce(tensor, group=group)
+    count = dist.get_world_size(group)
+    return tensor / count if is_integer else tensor.div_(count)
 
 
 class Value(NamedTuple):

@@ -1,1 +1,0 @@
-"""Reduce scalars over the ranks without waiting, and tensors without a barrier."""
