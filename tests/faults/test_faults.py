@@ -90,7 +90,7 @@ BOUNDS: dict[FaultKind | Literal["launcher"], float] = {
     "cut": LIMITS["heartbeat_timeout"] + 3 + TO_END,
     "stop": LIMITS["timeout"] + 5 + 5 + TO_END,  # it is asked, and has 5 s to answer
     "term": LIMITS["save_deadline"],
-    "launcher": LIMITS["save_deadline"],
+    "launcher": 4 + LIMITS["save_deadline"],
 }
 
 

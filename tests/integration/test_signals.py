@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_ddp_ext import RankZeroCheckpoint, RankZeroCheckpointIO
 from tests.harness import ranks, training
@@ -250,9 +251,10 @@ def signal_after_a_run(rank: int, world_size: int, directory: Path) -> None:
 
 
 class SignalsAtTheEnd(RankZeroCheckpointIO):
-    """Sends SIGTERM to this process when its Trainer's run is over."""
+    """Sends SIGTERM to this process when the Trainer's run is over on all ranks."""
 
     def teardown(self) -> None:
+        dist.barrier()
         os.kill(os.getpid(), signal.SIGTERM)
         super().teardown()
 
