@@ -175,6 +175,7 @@ def test_rank_zero_at_a_loopback_address_listens_on_this_host_only() -> None:
 
 
 RANK_BEYOND_ITS_WORLD = asdict(RankInfo(7, world_size=4))
+RANK_OF_ANOTHER_RUN = asdict(RankInfo(1, world_size=2))
 SENT_BY_STRANGERS = [
     b"GET / HTTP/1.1\r\n\r\n",
     b"\0" * 9000,
@@ -185,6 +186,7 @@ SENT_BY_STRANGERS = [
     encode("x", {}),
     encode("hello", {"nonce": ""}),
     encode("hello", {"nonce": "", **RANK_BEYOND_ITS_WORLD}),
+    encode("hello", {"nonce": "of a killed run", **RANK_OF_ANOTHER_RUN}),
     *[b""] * 300,
 ]
 
