@@ -311,7 +311,6 @@ class RankZero(Handshake):
         with OpenedSockets() as store_sockets:
             self._store = _host_store(listener.getsockname()[0])
         self.channel.on_message("handshake", self._handle_message)
-        self.channel.on_closed(self._handle_exit)
         self.channel.accept(listener, self._admit)
         self.endpoint.publish(self._address)
         try:
@@ -333,11 +332,23 @@ class RankZero(Handshake):
 
     def _await_decision(self) -> None:
         while not self.replies:
-            if sentence := self.request.launch_failure():
+            if sentence := self._exit_of_a_rank() or self.request.launch_failure():
                 self._refuse(RendezvousError(sentence))
             if self.deadline.expired:
                 self._refuse_missing(self.deadline.seconds)
-            self.channel.wait_for(lambda: bool(self.replies), min(_POLL, self.deadline.remaining))
+            self.channel.wait_for(
+                lambda: bool(self.replies or self.channel.ended),
+                min(_POLL, self.deadline.remaining),
+            )
+
+    def _exit_of_a_rank(self) -> str:
+        """Describe the exit of a rank that had connected, if any."""
+        for rank, reason in sorted(dict(self.channel.ended).items()):
+            return (
+                f"{self._accepted[rank]} exited before all ranks had connected ({reason}); look at"
+                " its output"
+            )
+        return ""
 
     # Detection of another rank 0.
 
@@ -418,10 +429,6 @@ class RankZero(Handshake):
             self._refuse_missing(body["overdue"])
         else:
             self._refuse(RendezvousError(str(body["gave_up"])))
-
-    def _handle_exit(self, rank: int, reason: str) -> None:
-        exited = f"{self._accepted[rank]} exited before all ranks had connected ({reason})"
-        self._refuse(RendezvousError(f"{exited}; look at its output"))
 
     # The decision; on any thread.
 
