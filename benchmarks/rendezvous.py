@@ -42,7 +42,7 @@ from measuring import (
     take_turns,
 )
 
-from lightning_ddp_ext.rendezvous import process_context
+from lightning_ddp_ext.rendezvous import handshake, process_context
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import FileEndpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.init_method import File, parse
@@ -163,7 +163,7 @@ def cpu_seconds() -> float:
 def connect(rank: int, world_size: int, directory: Path) -> ProcessContext:
     """Measure the handshake alone, without a store and a process group."""
     wanted = request(rank, world_size, f"file://{directory}/rank-0")
-    return ProcessContext(wanted, process_context.connect(wanted, Deadline(LIMIT)))
+    return ProcessContext(wanted, handshake.connect(wanted, Deadline(LIMIT)))
 
 
 def handshake_barriers_and_a_death(world_size: int) -> Figures:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import TypeVar
 
@@ -54,11 +54,10 @@ class Deadline:
 
         Ranks thus do not retry in lockstep.
         """
-        pause = _FIRST_PAUSE
         while not self.expired:
             yield
+            pause = min(max(0.3 * (self.seconds - self.remaining), _FIRST_PAUSE), _LONGEST_PAUSE)
             time.sleep(min(pause * random.uniform(0.75, 1.25), self.remaining))
-            pause = min(pause * 1.5, _LONGEST_PAUSE)
 
     def bound(self, work: Callable[[], T], *, check: Callable[[], None] = lambda: None) -> T:
         """Call ``work`` in a thread, and return its result or raise its exception.
@@ -82,10 +81,10 @@ class Deadline:
             except BaseException as error:
                 outcome.set_exception(error)
 
-        thread = start_thread("ddpx-bounded", call)
+        start_thread("ddpx-bounded", call)
         limit = Deadline(self.remaining + _EXCEEDS_BY)
-        while thread.is_alive() and not limit.expired:
-            thread.join(min(_CHECK_EVERY, limit.remaining))
+        while not outcome.done() and not limit.expired:
+            wait([outcome], min(_CHECK_EVERY, limit.remaining))
             check()
         if not outcome.done():
             raise TimeoutError(

@@ -1,4 +1,4 @@
-"""Find rank 0's control listener.
+"""Find rank 0's control listener, and this host's addresses.
 
 ===================  ==============================================================
 ``TcpEndpoint``      rank 0 listens at a host and port that every rank is given
@@ -7,7 +7,7 @@
 ===================  ==============================================================
 
 A rank 0 that is killed leaves its address in the file, which is harmless: rank 0 of
-another run refuses the nonce in it.
+another run does not know the nonce in it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from torch.distributed import TCPStore
 from typing_extensions import override
@@ -29,7 +31,6 @@ from typing_extensions import override
 from lightning_ddp_ext.errors import DDPExtError, RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.init_method import Tcp
-from lightning_ddp_ext.rendezvous.sockets import listen, network_identity, own_addresses
 
 _LONGEST_ADDRESS = 1 << 16  # bytes of a file that may contain an address
 # The limit of one operation on an existing key of a store.
@@ -40,20 +41,18 @@ STORE_OPERATION = timedelta(seconds=10)
 class Address:
     """The address of rank 0's listener: ``port`` at any of ``hosts``.
 
-    A published address also has a nonce, and the network, host name and process id of
-    its publisher.
+    A published address also has a nonce and the network of its publisher. An address
+    that is not published yet has no hosts.
     """
 
-    hosts: tuple[str, ...]
-    port: int
+    hosts: tuple[str, ...] = ()
+    port: int = 0
     nonce: str = ""
     network: str = ""
-    host: str = ""
-    pid: int = 0
 
-    def candidates(self, network: str) -> list[str]:
-        """Return the hosts in the order in which a process in ``network`` tries them."""
-        is_same_network = self.network == network
+    def candidates(self) -> list[str]:
+        """Return the hosts in the order in which this process tries them."""
+        is_same_network = self.network == network_identity()
         hosts = ["127.0.0.1", *self.hosts] if is_same_network else self.hosts
         return list(dict.fromkeys(hosts))
 
@@ -61,7 +60,8 @@ class Address:
 class Endpoint:
     """The base class of the ways to find rank 0.
 
-    By default, rank 0 listens on a port that the kernel chooses.
+    By default, rank 0 listens on a port that the kernel chooses, and publishes its
+    address as text.
     """
 
     is_local = False
@@ -74,30 +74,40 @@ class Endpoint:
             RendezvousError: the given port cannot be bound.
         """
         listener = listen("127.0.0.1" if self.is_local else "", 0)
-        hosts = ("127.0.0.1",) if self.is_local else tuple(own_addresses())
+        hosts = ["127.0.0.1"] if self.is_local else own_addresses()
         port = listener.getsockname()[1]
-        nonce = secrets.token_hex(16)
-        return listener, Address(
-            hosts, port, nonce, network_identity(), socket.gethostname(), os.getpid()
-        )
+        return listener, Address(tuple(hosts), port, secrets.token_hex(16), network_identity())
 
     def publish(self, address: Address) -> None:
         """Publish the address; called on rank 0."""
+        self.write(json.dumps({"lightning_ddp_ext": asdict(address)}))
 
-    def look_up(self) -> Address | None:
-        """Return rank 0's address; ``None`` while it is unknown.
+    def look_up(self) -> Address:
+        """Return rank 0's address, without hosts while it is unknown.
 
         Raises:
             RendezvousError: the place of the address cannot be read, or has other
                 content.
         """
-        raise NotImplementedError
+        content = self.read()
+        try:
+            values = json.loads(content)["lightning_ddp_ext"] if content else {"hosts": ()}
+            return Address(**{**values, "hosts": tuple(values["hosts"])})
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise RendezvousError(
+                f"init_method '{self}': the file does not contain the address of a rank 0 (it"
+                f" begins with {content[:13]!r}); choose a file that does not exist yet"
+            ) from None
 
-    def withdraw(self, address: Address) -> None:
-        """Remove the published address, unless another process published it.
+    def read(self) -> bytes:
+        """Return the published text, which is empty at first."""
+        return b""
 
-        Called on rank 0.
-        """
+    def write(self, text: str) -> None:
+        """Publish a text."""
+
+    def withdraw(self) -> None:
+        """Remove the published address; called on rank 0."""
 
 
 @dataclass(frozen=True)
@@ -137,34 +147,24 @@ class FileEndpoint(Endpoint):
     path: str
     is_local: bool = False
 
+    def __str__(self) -> str:
+        return f"file://{self.path}"
+
     @override
-    def look_up(self) -> Address | None:
+    def read(self) -> bytes:
         try:
             with open(self.path, "rb") as file:
-                content = file.read(_LONGEST_ADDRESS)
+                return file.read(_LONGEST_ADDRESS)
         except OSError as error:
             # ESTALE: on NFS, a file replaced while being read.
             if error.errno in (errno.ENOENT, errno.ESTALE):
-                return None
+                return b""
             raise RendezvousError(
-                f"init_method 'file://{self.path}': {error.strerror}; use another file"
+                f"init_method '{self}': {error.strerror}; use another file"
             ) from None
-        address = _parse_address(content)
-        if content and address is None:
-            raise RendezvousError(
-                f"init_method 'file://{self.path}': the file does not contain the address of a rank"
-                f" 0 (it begins with {content[:13]!r}); choose a file that does not exist yet"
-            )
-        return address
 
     @override
-    def withdraw(self, address: Address) -> None:
-        with suppress(OSError, RendezvousError):
-            if self.look_up() == address:
-                os.unlink(self.path)
-
-    @override
-    def publish(self, address: Address) -> None:
+    def write(self, text: str) -> None:
         """Write the file atomically, readable by this user only.
 
         Raises:
@@ -174,17 +174,22 @@ class FileEndpoint(Endpoint):
         temporary = f"{self.path}.{secrets.token_hex(4)}"
         try:
             with open(temporary, "x", opener=partial(os.open, mode=0o600)) as file:
-                file.write(_format_address(address))
+                file.write(text)
             os.replace(temporary, self.path)
         except OSError as error:
             raise RendezvousError(
-                f"init_method 'file://{self.path}': rank 0 on {socket.gethostname()} (pid"
-                f" {os.getpid()}) cannot write its address there: {error.strerror}; create the"
-                " directory, free disk space, or choose another file"
+                f"init_method '{self}': rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot"
+                f" write its address there: {error.strerror}; create the directory, free disk"
+                " space, or choose another file"
             ) from None
         finally:
             with suppress(OSError):
                 os.unlink(temporary)
+
+    @override
+    def withdraw(self) -> None:
+        with suppress(OSError):
+            os.unlink(self.path)
 
 
 @dataclass(frozen=True)
@@ -195,25 +200,12 @@ class StoreEndpoint(Endpoint):
     key: str
 
     @override
-    def look_up(self) -> Address | None:
-        return _parse_address(self.store.get(self.key)) if self.store.check([self.key]) else None
+    def read(self) -> bytes:
+        return self.store.get(self.key) if self.store.check([self.key]) else b""
 
     @override
-    def publish(self, address: Address) -> None:
-        self.store.set(self.key, _format_address(address))
-
-
-def _format_address(address: Address) -> str:
-    return json.dumps({"lightning_ddp_ext": asdict(address)})
-
-
-def _parse_address(content: bytes) -> Address | None:
-    """Parse a published address; ``None`` if it is malformed."""
-    try:
-        values = json.loads(content)["lightning_ddp_ext"]
-        return Address(**{**values, "hosts": tuple(values["hosts"])})
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
+    def write(self, text: str) -> None:
+        self.store.set(self.key, text)
 
 
 def connect_store(
@@ -240,3 +232,76 @@ def connect_store(
         ) from None
     store.set_timeout(STORE_OPERATION)
     return store
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a TCP socket that listens at a port.
+
+    Args:
+        host: the name or address by which others reach it. For ``localhost`` or a
+            loopback address, the socket only accepts connections from this host. For
+            any other host, or an empty one, it listens on all interfaces: an address
+            may belong to a router in front of this host, and a host's own name often
+            resolves to 127.0.1.1.
+
+    Raises:
+        OSError: the port cannot be bound.
+    """
+    is_dual = not is_loopback(host) and socket.has_dualstack_ipv6()
+    if not is_loopback(host):
+        host = "::" if is_dual else "0.0.0.0"
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(
+        address[:2], family=family, backlog=1024, dualstack_ipv6=is_dual
+    )
+    listener.setblocking(True)  # regardless of socket.setdefaulttimeout
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is only reachable from this host."""
+    return host in ("::1", "localhost") or host.startswith(("127.", "::ffff:127."))
+
+
+def host_of(address: tuple[Any, ...]) -> str:
+    """Return the numeric host of a socket's address.
+
+    A link-local host includes its scope, as in ``fe80::1%eth0``.
+    """
+    numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    return socket.getnameinfo(address, numeric)[0].removeprefix("::ffff:")
+
+
+def own_addresses() -> list[str]:
+    """Return this host's numeric addresses, loopback last, and IPv4 before IPv6."""
+    entries = [entry for _, entry in _interfaces()]
+    families = (socket.AF_INET, socket.AF_INET6)
+    ordered = [entry.address for family in families for entry in entries if entry.family == family]
+    # A scope such as %eth0 means nothing on another host.
+    return sorted((address for address in ordered if "%" not in address), key=is_loopback)
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of this host's interface with the numeric ``address``, if any."""
+    return next((name for name, entry in _interfaces() if entry.address == address), None)
+
+
+def _interfaces() -> list[tuple[str, Any]]:
+    """Return the names of this host's interfaces, each with one of its addresses."""
+    import psutil  # importing it takes 6 ms, and a single process does not need it
+
+    return [(name, each) for name, entries in psutil.net_if_addrs().items() for each in entries]
+
+
+def network_identity() -> str:
+    """Return an identity of this process's loopback network.
+
+    It is the same for two processes if they can reach each other by loopback, and only
+    then.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespace = Path("/proc/self/ns/net")
+    try:
+        return f"{boot.read_text().strip()} {namespace.readlink()}"
+    except OSError:  # a sandbox may have neither
+        return socket.gethostname()

@@ -119,14 +119,11 @@ def parse(value: str | InitMethod | None, *, field: str = "init_method") -> Init
     url = str(value)
     if url.lower() == "env://":
         return Env()
-    address = _host_and_port(url)
-    if address is not None:
+    if address := _host_and_port(url):
         return Tcp(*address)
-    file = _FILE.fullmatch(url)
-    if file is not None:
+    if file := _FILE.fullmatch(url):
         return File(file[1])
-    portless = _TCP_WITHOUT_PORT.fullmatch(url)
-    if portless is not None:
+    if portless := _TCP_WITHOUT_PORT.fullmatch(url):
         raise ConfigurationError(
             f"{field} {url!r} needs a port (got none); write tcp://{portless[1]}:29500"
         )

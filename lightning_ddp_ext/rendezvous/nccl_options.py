@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Literal, get_args, get_type_hints
 
 from lightning_ddp_ext.errors import ConfigurationError
 
@@ -71,19 +71,16 @@ class NCCLOptions:
 
     def __post_init__(self) -> None:
         for field, kind in get_type_hints(type(self)).items():
-            _check(field, getattr(self, field), kind)
-
-
-def _check(field: str, value: object, kind: Any) -> None:
-    expected = get_args(kind)[0]  # kind is ``expected | None``
-    choices = get_args(expected)  # of a Literal
-    is_valid = value in choices if choices else type(value) is expected
-    if value is None or is_valid:
-        return
-    rule = f"one of {', '.join(choices)}" if choices else f"of type {expected.__name__}"
-    raise ConfigurationError(
-        f"NCCLOptions.{field} must be {rule} (got {value!r}); omit it to use NCCL's default"
-    )
+            expected = get_args(kind)[0]  # kind is ``expected | None``
+            choices = get_args(expected)  # of a Literal
+            value = getattr(self, field)
+            is_valid = value in choices if choices else type(value) is expected
+            if value is not None and not is_valid:
+                rule = f"one of {', '.join(choices)}" if choices else f"of type {expected.__name__}"
+                raise ConfigurationError(
+                    f"NCCLOptions.{field} must be {rule} (got {value!r}); omit it to use NCCL's"
+                    " default"
+                )
 
 
 def variables_of(options: NCCLOptions | None, interface: str | None) -> dict[str, str]:
@@ -104,7 +101,7 @@ def variables_of(options: NCCLOptions | None, interface: str | None) -> dict[str
         )
     settings = asdict(options) if options is not None else {}
     variables = {
-        f"NCCL_{field.upper()}": _text_of(value)
+        f"NCCL_{field.upper()}": value if isinstance(value, str) else f"{value:d}"
         for field, value in settings.items()
         if value is not None
     }
@@ -115,10 +112,6 @@ def variables_of(options: NCCLOptions | None, interface: str | None) -> dict[str
     name = interface.removeprefix("=")
     # NCCL takes a name without "=" for a prefix.
     return {**variables, _NCCL_INTERFACE: f"={name}", GLOO_INTERFACE: name}
-
-
-def _text_of(value: str | int | bool) -> str:
-    return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def check_variables(variables: dict[str, str]) -> None:

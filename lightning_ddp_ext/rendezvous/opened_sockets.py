@@ -18,14 +18,14 @@ class OpenedSockets:
     """
 
     def __init__(self) -> None:
-        self._before = _sockets_of_this_process()
-        self._opened: dict[int, str] | None = None
+        self._before = _open_sockets()
+        self._after: set[tuple[int, str]] | None = None
 
     def __enter__(self) -> OpenedSockets:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._opened = self._opened_so_far()
+        self._after = _open_sockets()
 
     def abort(self) -> None:
         """Shut down these connections; threads that wait on one get an error.
@@ -35,23 +35,23 @@ class OpenedSockets:
         stay open, as do descriptors that were closed and have been reused: these have
         another inode.
         """
-        opened = self._opened_so_far() if self._opened is None else self._opened
+        still_open = _open_sockets() - self._before
+        opened = still_open if self._after is None else still_open & self._after
         of_python = _descriptors_of_python() if opened else set()
-        for descriptor, identity in opened.items():
-            if descriptor not in of_python and _identity(descriptor) == identity:
+        for descriptor, _ in opened:
+            if descriptor not in of_python:
                 _end_connection(descriptor)
 
-    def _opened_so_far(self) -> dict[int, str]:
-        return {
-            fd: identity
-            for fd, identity in _sockets_of_this_process().items()
-            if self._before.get(fd) != identity
-        }
 
-
-def _sockets_of_this_process() -> dict[int, str]:
-    identities = {fd: _identity(fd) for fd in map(int, os.listdir(_OPEN_FILES))}
-    return {fd: identity for fd, identity in identities.items() if identity.startswith("socket:")}
+def _open_sockets() -> set[tuple[int, str]]:
+    """Return this process's sockets, each a descriptor and an inode."""
+    sockets = set()
+    for descriptor in os.listdir(_OPEN_FILES):
+        with suppress(OSError):  # closed meanwhile
+            inode = os.readlink(f"{_OPEN_FILES}/{descriptor}")
+            if inode.startswith("socket:"):
+                sockets.add((int(descriptor), inode))
+    return sockets
 
 
 def _descriptors_of_python() -> set[int]:
@@ -59,13 +59,6 @@ def _descriptors_of_python() -> set[int]:
     # The type of an object, since its class may be an attribute that has effects.
     objects = (each for each in gc.get_objects() if issubclass(type(each), socket.socket))
     return {each.fileno() for each in objects}
-
-
-def _identity(descriptor: int) -> str:
-    try:
-        return os.readlink(f"{_OPEN_FILES}/{descriptor}")
-    except OSError:
-        return ""
 
 
 def _end_connection(descriptor: int) -> None:

@@ -1,8 +1,7 @@
 """Connect this process to the other ranks with :func:`join`, for all its Trainers.
 
 The connections normally stay open until exit. To turn a request into a process group,
-:func:`join` calls ``Coordinator.connect`` on rank 0 and ``Handshake.connect`` on every
-other rank, which both return the ``Connections``, and then
+:func:`join` calls ``handshake.connect``, which returns the ``Connections``, and then
 ``ProcessGroups.form_default``.
 
 A process has at most two contexts: one with all ranks, and, while a rank works alone
@@ -20,21 +19,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import HashStore
 
 from lightning_ddp_ext.errors import ConfigurationError, DDPExtError
 from lightning_ddp_ext.forced_exit import exit_now
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.ranks import reason_of
-from lightning_ddp_ext.rendezvous.channel import Channel
-from lightning_ddp_ext.rendezvous.coordinator import Coordinator
 from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake
+from lightning_ddp_ext.rendezvous.handshake import Connections, connect
 from lightning_ddp_ext.rendezvous.named_barrier import NamedBarriers
 from lightning_ddp_ext.rendezvous.nccl_options import check_variables
 from lightning_ddp_ext.rendezvous.peers import Peers, event_of
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups
-from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request
+from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.runs import start_run
 from lightning_ddp_ext.threads import use_device
 
@@ -302,22 +298,6 @@ def _reusable(world_size: int) -> ProcessContext | None:
         return context
     has_destroyed_group = not dist.is_initialized()
     return None if has_destroyed_group else context
-
-
-def connect(request: Request, deadline: Deadline) -> Connections:
-    """Connect to the other ranks. Collective."""
-    world = request.world
-    channel = Channel(request.timeouts.heartbeat)
-    hello = Hello(RankInfo(world.rank), world.world_size, request.run)
-    if world.world_size == 1:
-        return Connections(channel, (hello.info,), HashStore())
-    connector = Coordinator if world.is_rank_zero else Handshake
-    try:
-        endpoint = request.make_endpoint(deadline)
-        return connector(request, endpoint, hello, channel, deadline).connect()
-    except BaseException:
-        channel.close(in_order=False)
-        raise
 
 
 def _close_without_group(context: ProcessContext, error: BaseException) -> BaseException:

@@ -16,11 +16,11 @@ from torch.distributed import PrefixStore
 
 from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
+from lightning_ddp_ext.rendezvous.endpoint import interface_of
 from lightning_ddp_ext.rendezvous.handshake import Connections
 from lightning_ddp_ext.rendezvous.nccl_options import GLOO_INTERFACE
 from lightning_ddp_ext.rendezvous.opened_sockets import OpenedSockets
 from lightning_ddp_ext.rendezvous.request import Request
-from lightning_ddp_ext.rendezvous.sockets import interface_of
 from lightning_ddp_ext.threads import start_thread
 
 _ONLY_NCCL = ("nccl", "cuda:nccl")

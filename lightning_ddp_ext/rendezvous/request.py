@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.endpoint import Endpoint
-from lightning_ddp_ext.rendezvous.sockets import network_identity
+from lightning_ddp_ext.rendezvous.endpoint import Endpoint, network_identity
 from lightning_ddp_ext.world import World
 
 
@@ -89,39 +88,27 @@ class Request:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The process of a rank.
+    """The process of a rank, as it describes itself when it connects.
 
-    ``network`` is the same for processes that can reach each other by loopback.
+    ``network`` is the same for processes that can reach each other by loopback, and
+    ``run`` is the launcher's name for the run.
     """
 
     rank: int
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     network: str = field(default_factory=network_identity)
+    world_size: int = 0
+    run: str = ""
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
-
-@dataclass(frozen=True)
-class Hello:
-    """The description that a rank sends when it connects.
-
-    ``run`` is the launcher's name for the run.
-    """
-
-    info: RankInfo
-    world_size: int
-    run: str = ""
-
     @staticmethod
-    def of(values: Any) -> Hello | None:
-        """Parse a hello from JSON; ``None`` if it is malformed."""
+    def of(values: dict[str, Any]) -> RankInfo | None:
+        """Parse what a rank has sent; ``None`` if it is malformed."""
         try:
-            info = RankInfo(**values["info"])
-            world_size = int(values["world_size"])
-            if type(info.rank) is not int or not 0 <= info.rank < world_size:
-                return None
-            return Hello(info, world_size, str(values["run"]))
-        except (KeyError, TypeError, ValueError):
+            info = RankInfo(**values)
+            return info if info.rank in range(info.world_size) else None
+        except TypeError:
             return None

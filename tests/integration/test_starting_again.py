@@ -22,7 +22,7 @@ from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
 from tests.harness.training import At
 from tests.integration import continuing
 from tests.integration.continuing import Loaders, Numbers, Resumed, samples_of
-from tests.integration.rescuing import Kill
+from tests.integration.early_ends import Kill
 
 # The training data: batches of two samples, four in an epoch on each of two ranks, unless
 # a loader says otherwise.

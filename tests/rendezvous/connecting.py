@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.rendezvous.endpoint import Address, Endpoint, FileEndpoint, TcpEndpoint
-from lightning_ddp_ext.rendezvous.handshake import Handshake, Link
+from lightning_ddp_ext.rendezvous.handshake import OtherRank
 from lightning_ddp_ext.rendezvous.init_method import File, Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Request
@@ -125,22 +125,14 @@ def connect(seat: int, seats: int, where: Place, settings: Sequence[Settings]) -
 
 
 def announce_handshake() -> None:
-    """Announce "listens" on rank 0, and "connected" on a rank that rank 0 has accepted.
+    """Announce "listens" on rank 0, and "connected" on a rank that rank 0 has accepted."""
+    send_hello = OtherRank.send_hello
 
-    Another rank announces why it tries again.
-    """
-    send_hello = Handshake.send_hello
-
-    def send_hello_and_announce(handshake: Handshake, host: str, address: Address) -> Link:
-        try:
-            link = send_hello(handshake, host, address)
-        except OSError as error:
-            announce(str(error))
-            raise
+    def send_hello_and_announce(part: OtherRank, host: str, address: Address) -> None:
+        send_hello(part, host, address)
         announce("connected")
-        return link
 
-    Handshake.send_hello = send_hello_and_announce
+    OtherRank.send_hello = send_hello_and_announce
     TcpEndpoint.publish = lambda self, address: announce("listens")
 
 

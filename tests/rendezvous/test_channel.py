@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from lightning_ddp_ext.rendezvous.channel import Channel
-from lightning_ddp_ext.rendezvous.sockets import listen
+from lightning_ddp_ext.rendezvous.endpoint import listen
 from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, NOT_READING, encode
 
 LONG_TEXT = "x" * (MAX_MESSAGE // 2)

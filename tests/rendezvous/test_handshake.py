@@ -16,7 +16,7 @@ from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rendezvous.endpoint import Address, FileEndpoint
 from lightning_ddp_ext.rendezvous.init_method import File, Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
-from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Timeouts
+from lightning_ddp_ext.rendezvous.request import RankInfo, Timeouts
 from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, encode
 from tests.harness.ranks import HOST, RankProcesses, free_port, hold, rank_name
 from tests.rendezvous.connecting import (
@@ -174,7 +174,8 @@ def test_rank_zero_at_a_loopback_address_listens_on_this_host_only() -> None:
         assert {entry.laddr.ip for entry in listening} == {"127.0.0.1"}
 
 
-RANK_BEYOND_ITS_WORLD = asdict(Hello(RankInfo(7), 4))
+RANK_BEYOND_ITS_WORLD = asdict(RankInfo(7, world_size=4))
+RANK_OF_ANOTHER_RUN = asdict(RankInfo(1, world_size=2))
 SENT_BY_STRANGERS = [
     b"GET / HTTP/1.1\r\n\r\n",
     b"\0" * 9000,
@@ -184,7 +185,8 @@ SENT_BY_STRANGERS = [
     b"x" * (MAX_MESSAGE + 1),
     encode("x", {}),
     encode("hello", {"nonce": ""}),
-    encode("hello", {"nonce": "", "hello": RANK_BEYOND_ITS_WORLD}),
+    encode("hello", {"nonce": "", **RANK_BEYOND_ITS_WORLD}),
+    encode("hello", {"nonce": "of a killed run", **RANK_OF_ANOTHER_RUN}),
     *[b""] * 300,
 ]
 
