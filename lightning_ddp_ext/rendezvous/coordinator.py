@@ -16,14 +16,13 @@ from torch.distributed import TCPStore
 
 from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rank_lists import listed, ranks_in_words
-from lightning_ddp_ext.rendezvous.channel import Channel
+from lightning_ddp_ext.rendezvous.channel import Channel, Connection, Message, encode
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import STORE_OPERATION, Address, Endpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake, gave_up_error, refusal_of
 from lightning_ddp_ext.rendezvous.opened_sockets import OpenedSockets
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request
 from lightning_ddp_ext.rendezvous.sockets import host_of, listen
-from lightning_ddp_ext.rendezvous.wire import Connection, Message, encode
 
 # All ranks, or the error that every rank raises.
 Decision: TypeAlias = tuple[RankInfo, ...] | RendezvousError

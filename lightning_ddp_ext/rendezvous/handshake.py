@@ -32,14 +32,13 @@ from torch.distributed import Store, TCPStore
 
 from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.ranks import reason_of
-from lightning_ddp_ext.rendezvous.channel import Channel
+from lightning_ddp_ext.rendezvous.channel import MALFORMED, Channel, Message
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Address, Endpoint, TcpEndpoint, connect_store
 from lightning_ddp_ext.rendezvous.opened_sockets import OpenedSockets
 from lightning_ddp_ext.rendezvous.peers import event_of
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request
 from lightning_ddp_ext.rendezvous.sockets import host_of
-from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
 
 # Rank 0's replies to a hello.
 _ANSWERS = ("accepted", "retry", "refused")

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 from lightning_ddp_ext.rank_lists import activities_in_words, listed
+from lightning_ddp_ext.rendezvous.channel import Message
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, Peers, event_of
-from lightning_ddp_ext.rendezvous.wire import Message
 
 _LONGEST_TEXT = 500  # characters of each text in a call
 

@@ -35,8 +35,8 @@ from typing import NamedTuple
 
 from lightning_ddp_ext.forced_exit import ForcedExit
 from lightning_ddp_ext.rank_lists import listed
+from lightning_ddp_ext.rendezvous.channel import Message
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
-from lightning_ddp_ext.rendezvous.wire import Message
 from lightning_ddp_ext.supervision.signals import status_of
 from lightning_ddp_ext.supervision.stacks import call_site_of, main_frame
 from lightning_ddp_ext.threads import start_thread

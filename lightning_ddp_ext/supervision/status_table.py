@@ -30,9 +30,9 @@ from dataclasses import asdict, replace
 
 import torch
 
+from lightning_ddp_ext.rendezvous.channel import Message
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
-from lightning_ddp_ext.rendezvous.wire import Message
 from lightning_ddp_ext.supervision.flight_recorder import (
     groups_in_collectives,
     has_timed_out,
