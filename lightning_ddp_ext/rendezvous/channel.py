@@ -136,14 +136,27 @@ class Channel:
     def on_message(self, topic: str, handler: Handler) -> None:
         """Have ``handler`` called with each message on a topic.
 
-        This thread calls it with messages that arrived earlier, while it holds the lock
-        of ``arrived``, and the serving thread with later ones. So it must neither wait
-        for another thread nor for a message.
+        This thread calls it with messages that arrived earlier, and the serving thread
+        with later ones, one at a time. It holds the lock of ``arrived``, which is
+        notified afterwards, and must neither wait for another thread nor for a message.
         """
         with self.arrived:  # later messages stay behind the earlier ones
             for body in self._unclaimed.pop(topic, []):
                 handler(body)
             self._handlers[topic] = handler
+
+    def deliver(self, topic: str, body: Message) -> None:
+        """Call the handler of a topic with a message, or keep it for a later handler."""
+        with self.arrived:
+            handler = self._handlers.get(topic)
+            try:
+                if handler is None:
+                    self._unclaimed.setdefault(topic, []).append(body)
+                else:
+                    handler(body)
+            except Exception:
+                _logger.exception("the control channel continues after an error about %r", topic)
+            self.arrived.notify_all()
 
     def wait_for(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
         """Wait until ``condition`` holds, and return whether it does.
@@ -267,25 +280,14 @@ class Channel:
     def _handle_message(self, connection: Connection, topic: str, body: Message) -> None:
         if self._is_closing:
             return
-        if connection.rank is None:
-            self._admit(connection, topic, body)
-        elif topic == _LEAVING:
-            connection.has_left = True
-        else:
-            self._route(topic, {**body, "from": connection.rank})
         with self.arrived:
+            if connection.rank is None:
+                self._admit(connection, topic, body)
+            elif topic == _LEAVING:
+                connection.has_left = True
+            else:
+                self.deliver(topic, {**body, "from": connection.rank})
             self.arrived.notify_all()
-
-    def _route(self, topic: str, body: Message) -> None:
-        with self.arrived:
-            handler = self._handlers.get(topic)
-            if handler is None:
-                self._unclaimed.setdefault(topic, []).append(body)
-                return
-        try:
-            handler(body)
-        except Exception:
-            _logger.exception("the control channel continues after an error about %r", topic)
 
     def _handle_lost(self, connection: Connection) -> None:
         self._connections.discard(connection)
@@ -295,9 +297,8 @@ class Channel:
         with self.arrived:
             del self._of_rank[rank]
             self.ended[rank] = reason = "" if connection.has_left else connection.close_reason
-            self.arrived.notify_all()
         if not self._is_closing:
-            self._route(ENDED, {"from": rank, "reason": reason})
+            self.deliver(ENDED, {"from": rank, "reason": reason})
 
 
 class Connection(asyncio.Protocol):

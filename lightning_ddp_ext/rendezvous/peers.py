@@ -14,7 +14,7 @@ from typing import Literal
 from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError
 from lightning_ddp_ext.forced_exit import ForcedExit
 from lightning_ddp_ext.ranks import RemoteTraceback, shortened
-from lightning_ddp_ext.rendezvous.channel import ENDED, Channel, Handler, Message
+from lightning_ddp_ext.rendezvous.channel import ENDED, Channel, Message
 from lightning_ddp_ext.rendezvous.request import RankInfo, Timeouts
 from lightning_ddp_ext.rendezvous.runs import current_run
 
@@ -127,7 +127,6 @@ class Peers:
         self._abort = abort
         self._departed: PeerEvent | None = None  # the first orderly departure
         self._forced_exit = ForcedExit("ddpx-exit")
-        self._handlers: dict[str, Handler] = {}  # by topic
         channel.on_message("event", self._handle_message)
         channel.on_message(ENDED, self._handle_end)
 
@@ -159,22 +158,6 @@ class Peers:
             )
             return condition()
 
-    def on(self, topic: str, handler: Handler) -> None:
-        """Have ``handler`` called with each message on a topic, also of this rank itself.
-
-        It is called on the channel's thread, or on the thread of :meth:`tell`, one
-        message at a time. It holds ``arrived``, which is notified afterwards, and must
-        not wait.
-        """
-
-        def handle(body: Message) -> None:
-            with self.arrived:
-                handler(body)
-                self.arrived.notify_all()
-
-        self._handlers[topic] = handle
-        self.channel.on_message(topic, handle)
-
     def tell(self, ranks: Collection[int], topic: str, body: Message) -> None:
         """Send a message to ranks, of which this one may be one. Never waits.
 
@@ -182,7 +165,7 @@ class Peers:
         """
         self.channel.send(topic, body, ranks)
         if self.rank in ranks:
-            self._handlers[topic]({**body, "from": self.rank})
+            self.channel.deliver(topic, {**body, "from": self.rank})
 
     def report(self, event: PeerEvent) -> PeerEvent:
         """Report to all ranks, including this one, why they cannot continue.

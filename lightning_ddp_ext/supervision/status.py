@@ -103,35 +103,11 @@ class Status:
         return is_default_group or self.who.rank in waiting.members
 
 
-@dataclass(frozen=True)
-class Deadlock:
-    """Ranks that wait for each other in different calls.
+def deadlock_in(statuses: Sequence[Status]) -> PeerEvent | None:
+    """Return the event of a deadlock among the ranks whose calls are settled, if any.
 
-    Attributes:
-        statuses: the statuses of these ranks, in the order of ranks.
-        calls: the call of each of these ranks, in this order, with file and line.
+    These ranks wait for each other in different calls.
     """
-
-    statuses: list[Status]
-    calls: dict[RankInfo, str]
-
-    @property
-    def event(self) -> PeerEvent:
-        """The event that all ranks raise; it accuses a rank that is in the rarest call."""
-        _, ranks_in_rarest_call = grouped(self.calls)[0]
-        accused = ranks_in_rarest_call[0]
-        awaited = [status.awaited for status in self.statuses if status.awaited is not None]
-        remedies = "; ".join(remedies_of(awaited)) or SAME_CALLS
-        activities = activities_in_words(self.calls, "is in")
-        return event_of(
-            "absent",
-            accused,
-            f"ranks are waiting for each other in different calls: {activities}; {remedies}",
-        )
-
-
-def deadlock_in(statuses: Sequence[Status]) -> Deadlock | None:
-    """Return a deadlock among the ranks whose calls are settled, if any."""
     statuses = [status for status in statuses if status.is_settled]
     calls = {_call_of(status) for status in statuses if status.awaited or status.unfinished}
     if len(calls) < 2:  # a common case, also with hundreds of ranks
@@ -155,7 +131,7 @@ def rank_outside_collective(statuses: Sequence[Status], wait: str) -> PeerEvent 
     """
     mismatch = _mismatch_in(statuses)
     if mismatch is not None:
-        return mismatch.event
+        return mismatch
     elsewhere = [status for status in statuses if not status.waits]
     has_timed_out = any(status.waits and status.has_timed_out for status in statuses)
     if not elsewhere or not has_timed_out:
@@ -165,6 +141,23 @@ def rank_outside_collective(statuses: Sequence[Status], wait: str) -> PeerEvent 
         separator=" and ",
     )
     return event_of("absent", elsewhere[0].who, f"{wait}, but {places}; {_TAKES_LONGER}")
+
+
+def _deadlock_of(calls: Sequence[tuple[Status, str]]) -> PeerEvent:
+    """Return the event that accuses a rank in the rarest call.
+
+    ``calls`` has the call of each rank in the deadlock, with file and line.
+    """
+    of_ranks = {status.who: call for status, call in calls}
+    _, ranks_in_rarest_call = grouped(of_ranks)[0]
+    awaited = [status.awaited for status, _ in calls if status.awaited is not None]
+    remedies = "; ".join(remedies_of(awaited)) or SAME_CALLS
+    return event_of(
+        "absent",
+        ranks_in_rarest_call[0],
+        "ranks are waiting for each other in different calls:"
+        f" {activities_in_words(of_ranks, 'is in')}; {remedies}",
+    )
 
 
 # Ranks in different collectives of the same group.
@@ -187,8 +180,8 @@ class _Entered:
         return f"{self.progress.describe(self.number)}, {place}"
 
 
-def _mismatch_in(statuses: Sequence[Status]) -> Deadlock | None:
-    """Return ranks that entered different collectives with the same number, if any.
+def _mismatch_in(statuses: Sequence[Status]) -> PeerEvent | None:
+    """Return the event of ranks that entered different collectives with the same number.
 
     At least one of them is waiting in its collective.
     """
@@ -197,10 +190,7 @@ def _mismatch_in(statuses: Sequence[Status]) -> Deadlock | None:
     for (group, number), waiting in pending.items():
         entered = _entered_by_ranks(statuses, group, number)
         if any(_differ(waiting.collective, other.collective) for other in entered):
-            return Deadlock(
-                [each.status for each in entered],
-                {each.status.who: str(each) for each in entered},
-            )
+            return _deadlock_of([(each.status, str(each)) for each in entered])
     return None
 
 
@@ -230,8 +220,8 @@ def _differ(one: Collective, other: Collective) -> bool:
 # Ranks that wait for each other.
 
 
-def _circular_wait_in(statuses: Sequence[Status]) -> Deadlock | None:
-    """Return the blocked ranks that wait for each other, if any.
+def _circular_wait_in(statuses: Sequence[Status]) -> PeerEvent | None:
+    """Return the event of blocked ranks that wait for each other, if any.
 
     For example, rank 0 waits in an ``all_reduce`` that rank 1 has not entered, and rank
     1 in a named barrier that rank 0 has not entered. If rank 1 were computing, rank 0
@@ -243,9 +233,7 @@ def _circular_wait_in(statuses: Sequence[Status]) -> Deadlock | None:
     while len(stuck) < len(blocked):
         blocked = stuck
         stuck = _waiting_for_each_other(blocked)
-    if not stuck:
-        return None
-    return Deadlock(stuck, {status.who: _call_of(status) for status in stuck})
+    return _deadlock_of([(status, _call_of(status)) for status in stuck]) if stuck else None
 
 
 def _waiting_for_each_other(statuses: Sequence[Status]) -> list[Status]:

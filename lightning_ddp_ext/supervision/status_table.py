@@ -81,9 +81,9 @@ class StatusTable:
         self._last = {info.rank: Status(info) for info in context.table}
         self._received_at: dict[int, float] = {}
         self._asked_at: dict[int, float] = {}
-        self._peers.on("status", self._record_status)
-        self._peers.on("look", self._start_to_push)
-        self._peers.on("answers", self._record_answers)
+        self._peers.channel.on_message("status", self._record_status)
+        self._peers.channel.on_message("look", self._start_to_push)
+        self._peers.channel.on_message("answers", self._record_answers)
         if len(context.table) > 1:
             start_thread("ddpx-status", self._run)
 
@@ -250,7 +250,7 @@ class StatusTable:
         with self._peers.arrived:
             deadlock = deadlock_in(self._since(now - self._timeouts.answer))
             if deadlock is not None:
-                self._peers.report(deadlock.event)
+                self._peers.report(deadlock)
             if self._asked_at:
                 self._answer(now)
 
