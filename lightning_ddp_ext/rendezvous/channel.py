@@ -372,7 +372,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
-            message = decode(line) if len(line) <= MAX_MESSAGE else None
+            message = _decode(line) if len(line) <= MAX_MESSAGE else None
             if message is None:
                 self.close(MALFORMED)
                 return
@@ -406,7 +406,7 @@ def encode(topic: str, body: Message) -> bytes:
     return json.dumps([topic, body]).encode() + b"\n"
 
 
-def decode(line: bytes) -> tuple[str, Message] | None:
+def _decode(line: bytes) -> tuple[str, Message] | None:
     """Return topic and body of the message in a line; ``None`` if it is malformed."""
     try:
         topic, body = json.loads(line)

@@ -58,9 +58,6 @@ class StopRequest:
         return f"{Signals(self.signum).name} to rank {self.rank} (host {self.host})"
 
 
-Acknowledge = Callable[[StopRequest], object]
-
-
 class StopPoint(NamedTuple):
     """A stop point outside of evaluations, or a step of the evaluation after it."""
 
@@ -124,7 +121,7 @@ class GracefulStop:
         self._target: StopPoint | None = None  # once the ranks have agreed
         self._positions: dict[int, StopPoint] = {}  # on rank 0, of the ranks that have paused
         self._seconds = 0.0  # from the first signal to the deadline
-        self._acknowledge: Acknowledge = lambda request: None
+        self._acknowledge: Callable[[StopRequest], object] = lambda request: None
         self._forced_exit = ForcedExit("ddpx-stop-deadline")
         context.peers.channel.on_message("stop", self._handle_request)
         context.peers.channel.on_message("pause", self._pause)
@@ -142,7 +139,7 @@ class GracefulStop:
         self._limit_stop(request)
         self._peers.tell([0], "stop", {"request": asdict(request)})
 
-    def start(self, deadline: timedelta, acknowledge: Acknowledge) -> None:
+    def start(self, deadline: timedelta, acknowledge: Callable[[StopRequest], object]) -> None:
         """Handle requests from now on: the ranks have begun a job with stop points.
 
         Args:

@@ -69,8 +69,9 @@ class Status:
 
     @property
     def calls(self) -> tuple[object, ...]:
-        """The calls that it has made."""
-        return self.calls_made, self.awaited, self.groups
+        """The calls that it waits in, which differ after each further call."""
+        pending = [(progress.group, progress.pending) for progress in self.unfinished]
+        return self.place, self.calls_made, self.awaited, pending
 
     @property
     def is_blocked(self) -> bool:
@@ -163,53 +164,39 @@ def _deadlock_of(calls: Sequence[tuple[Status, str]]) -> PeerEvent:
 # Ranks in different collectives of the same group.
 
 
-@dataclass(frozen=True)
-class _Entered:
-    """A collective that a rank has entered."""
-
-    status: Status
-    progress: GroupProgress
-    number: int
-
-    @property
-    def collective(self) -> Collective:
-        return self.progress.collective(self.number)
-
-    def __str__(self) -> str:
-        place = self.collective.place or self.status.place
-        return f"{self.progress.describe(self.number)}, {place}"
-
-
 def _mismatch_in(statuses: Sequence[Status]) -> PeerEvent | None:
     """Return the event of ranks that entered different collectives with the same number.
 
     At least one of them is waiting in its collective.
     """
-    # Hundreds of ranks may be waiting in one collective.
-    pending = {(each.progress.group, each.number): each for each in _pending_in(statuses)}
-    for (group, number), waiting in pending.items():
-        entered = _entered_by_ranks(statuses, group, number)
-        if any(_differ(waiting.collective, other.collective) for other in entered):
-            return _deadlock_of([(each.status, str(each)) for each in entered])
+    for (group, number), waiting in _pending_in(statuses).items():
+        entered = [
+            (status, progress)
+            for status in statuses
+            if (progress := status.progress_in(group)) is not None and progress.has_entered(number)
+        ]
+        own = waiting.collective(number)
+        if any(_differ(own, progress.collective(number)) for _, progress in entered):
+            return _deadlock_of(
+                [(status, _in_words(status, progress, number)) for status, progress in entered]
+            )
     return None
 
 
-def _pending_in(statuses: Sequence[Status]) -> list[_Entered]:
-    return [
-        _Entered(status, progress, progress.pending)
+def _pending_in(statuses: Sequence[Status]) -> dict[tuple[str, int], GroupProgress]:
+    """Return the progress of one rank in each pending collective, by group and number."""
+    # Hundreds of ranks may be waiting in one collective.
+    return {
+        (progress.group, progress.pending): progress
         for status in statuses
         for progress in status.unfinished
-    ]
+    }
 
 
-def _entered_by_ranks(statuses: Sequence[Status], group: str, number: int) -> list[_Entered]:
-    """Return a collective of a group as each rank entered it."""
-    entered = []
-    for status in statuses:
-        progress = status.progress_in(group)
-        if progress is not None and progress.has_entered(number):
-            entered.append(_Entered(status, progress, number))
-    return entered
+def _in_words(status: Status, progress: GroupProgress, number: int) -> str:
+    """Describe a collective that a rank has entered, with file and line."""
+    place = progress.collective(number).place or status.place
+    return f"{progress.describe(number)}, {place}"
 
 
 def _differ(one: Collective, other: Collective) -> bool:
@@ -239,11 +226,10 @@ def _circular_wait_in(statuses: Sequence[Status]) -> PeerEvent | None:
 def _waiting_for_each_other(statuses: Sequence[Status]) -> list[Status]:
     """Return the ranks that wait in a call that another one has not made."""
     fewest_calls = min((status.calls_made for status in statuses), default=0)
-    pending = {(each.progress.group, each.number): each for each in _pending_in(statuses)}
     incomplete = {
         key
-        for key, each in pending.items()
-        if any(other.is_missing_in(each.progress) for other in statuses)
+        for key, progress in _pending_in(statuses).items()
+        if any(other.is_missing_in(progress) for other in statuses)
     }
     return [
         status
@@ -260,4 +246,5 @@ def _call_of(status: Status) -> str:
     """Describe the call that a rank waits in."""
     if status.awaited is not None:
         return f"{status.awaited.what}, {status.awaited.where or status.place}"
-    return str(_pending_in([status])[0])
+    progress = status.unfinished[0]
+    return _in_words(status, progress, progress.pending)
