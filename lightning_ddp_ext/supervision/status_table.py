@@ -59,6 +59,7 @@ _RETURNING = 1.0
 _WAITS_FOR_STATUSES = 4
 # Seconds of processor time between two statuses; a thread that waits takes none.
 _COMPUTING = 0.01
+_IN_COLLECTIVE = "in a collective for its timeout of"
 
 
 class StatusTable:
@@ -98,8 +99,8 @@ class StatusTable:
         is_timeout = has_timed_out(read_progress(), self._context.groups.timeout)
         event = None if is_timeout else self._peers.wait(self._timeouts.first_cause)
         if event is None:
-            broken = f"a collective of rank {self._peers.rank} failed"
-            event = self._ask(self._wait_in_words if is_timeout else broken)
+            failed = f"a collective of rank {self._peers.rank} failed"
+            event = self._ask(self._waited(_IN_COLLECTIVE) if is_timeout else failed)
         self._has_broken_collective = event is not None
         return event
 
@@ -112,7 +113,7 @@ class StatusTable:
             RankHungError: a rank does not push its status.
             RankFailedError: a rank died, failed or left; it may be a subclass.
         """
-        event = self._ask(f"rank {self._peers.rank} has waited for {self._timeout}")
+        event = self._ask(self._waited("for"))
         if event is not None:
             raise event.to_error()
 
@@ -130,15 +131,9 @@ class StatusTable:
         self._question = ""
         return self._peers.cause_or_departure
 
-    @property
-    def _wait_in_words(self) -> str:
-        return (
-            f"rank {self._peers.rank} has waited in a collective for its timeout of {self._timeout}"
-        )
-
-    @property
-    def _timeout(self) -> str:
-        return f"{self._context.groups.timeout.total_seconds():g} s"
+    def _waited(self, what: str) -> str:
+        seconds = self._context.groups.timeout.total_seconds()
+        return f"rank {self._peers.rank} has waited {what} {seconds:g} s"
 
     # This rank's thread.
 
@@ -218,7 +213,7 @@ class StatusTable:
         if not any(progress.pending for progress in read_progress()):
             return False
         if departure is None:
-            start_thread("ddpx-ask", self._ask, self._wait_in_words)
+            start_thread("ddpx-ask", self._ask, self._waited(_IN_COLLECTIVE))
         else:  # NCCL has no connection that closes with that rank
             left = self._peers.table[departure.rank]
             self._peers.report(event_of("absent", left, str(departure.to_error())))
