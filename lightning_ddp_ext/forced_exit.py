@@ -102,7 +102,8 @@ class ForcedExit:
                 the exit; ``None`` to interrupt the save.
         """
         with _changed:
-            if self._thread is not None and self._thread.is_alive():
+            is_running = self._thread is not None and self._thread.is_alive()
+            if is_running and not self._cancelled.is_set():
                 return
             self._cancelled = threading.Event()
             self._thread = threading.Thread(
@@ -115,12 +116,9 @@ class ForcedExit:
 
     def cancel(self) -> None:
         """Cancel the countdown; it can be started again."""
-        with _changed:
-            self._cancelled.set()
-            thread = self._thread
-            self._thread = None
-        if thread is not None:
-            thread.join(timeout=1.0)
+        self._cancelled.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
 
 
 def _count_down(

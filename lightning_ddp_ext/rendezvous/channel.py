@@ -7,35 +7,50 @@ messages, since the thread itself would have to deliver them.
 
 The life of a connection on rank 0: ``accept`` opens it without a rank, ``admit`` gets
 its messages until ``adopt`` assigns a rank, and then the handler of each topic gets
-them. A rank that leaves in order says so before it closes.
+them. A rank that leaves in order says so before it closes. Each line of a connection is
+a message: a JSON list of topic and body.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any, cast
 
-from lightning_ddp_ext.rendezvous.wire import CLOSED, MAX_MESSAGE, Connection, Message, encode
+from typing_extensions import override
 
+# The longest line, in bytes; a peer that sends a longer one is disconnected.
+MAX_MESSAGE = 1 << 20
+
+# Values of ``Connection.close_reason``. Messages show them after the name of a rank.
+CLOSED = "its process ended unexpectedly"
+NOT_READING = "it stopped reading messages"
+MALFORMED = "it sent a malformed message"
+
+# The topic of the message that the channel itself delivers when a connection closes.
+ENDED = "ended"
+
+# The body of a message, a JSON object.
+Message = dict[str, Any]
 # Called with the body of a message, to which the channel adds "from", the sender's rank.
 Handler = Callable[[Message], None]
 # Called with the topic and body of a message from a connection that has no rank yet.
-Admit = Callable[[Connection, str, Message], None]
-# Called with a rank and the reason for which its connection closed, as in ``ended``.
-OnClosed = Callable[[int, str], None]
+Admit = Callable[["Connection", str, Message], None]
 
 _logger = logging.getLogger(__name__)
 
 _PAUSE_AFTER_ERROR = 0.1  # seconds until rank 0 tries to accept again
 _FLUSH_SECONDS = 1.0  # the longest wait for messages to be sent, or for peers to close
 _LEAVING = "leaving"
+_MAX_UNSENT = 8 << 20  # bytes that may wait for a peer to read
+_CHUNK = 1 << 16  # bytes of one read
 
 
 class Channel:
@@ -57,14 +72,10 @@ class Channel:
         self._heartbeat = heartbeat
         self._of_rank: dict[int, Connection] = {}
         self._connections: set[Connection] = set()  # also those without a rank
-        self._listener: socket.socket | None = None
         self._accepting: Future[None] | None = None
         self._admit: Admit = lambda connection, topic, body: None
-        self._on_closed: OnClosed = lambda rank, reason: None
         self._handlers: dict[str, Handler] = {}  # by topic
         self._unclaimed: dict[str, list[Message]] = {}  # of topics without a handler
-        # Encoded messages with their receivers; None: all other ranks.
-        self._outgoing: deque[tuple[bytes, Collection[int] | None]] = deque()
         self._loop = asyncio.SelectorEventLoop()
         self._thread: threading.Thread | None = None
         self._is_closing = False
@@ -82,7 +93,6 @@ class Channel:
         ``admit`` receives a connection's messages until it is adopted.
         """
         listener.setblocking(False)
-        self._listener = listener
         self._admit = admit
         self._start()
         self._accepting = asyncio.run_coroutine_threadsafe(self._accept(listener), self._loop)
@@ -112,46 +122,56 @@ class Channel:
                 MAX_MESSAGE,
             )
             return
-        if self._thread is None or self._is_closing:
-            return
-        self._outgoing.append((line, ranks))
-        if self.is_current_thread:
-            self._flush()  # the rest of the current callback, such as an abort, may take seconds
-        else:
+        self.call(self._write, line, ranks)
+
+    def call(self, action: Callable[..., object], *args: Any) -> None:
+        """Have the serving thread call ``action``, after it has sent earlier messages.
+
+        Nothing is called if the channel has no connections, or is closing.
+        """
+        if self._thread is not None and not self._is_closing:
             with suppress(RuntimeError):  # closed meanwhile
-                self._loop.call_soon_threadsafe(self._flush)
+                self._loop.call_soon_threadsafe(action, *args)
 
     def on_message(self, topic: str, handler: Handler) -> None:
         """Have ``handler`` called with each message on a topic.
 
-        This thread calls it with messages that arrived earlier, while it holds the lock
-        of ``arrived``, and the serving thread with later ones. So it must neither wait
-        for another thread nor for a message.
+        This thread calls it with messages that arrived earlier, and the serving thread
+        with later ones, one at a time. It holds the lock of ``arrived``, which is
+        notified afterwards, and must neither wait for another thread nor for a message.
         """
         with self.arrived:  # later messages stay behind the earlier ones
             for body in self._unclaimed.pop(topic, []):
                 handler(body)
             self._handlers[topic] = handler
 
-    def on_closed(self, handler: OnClosed) -> None:
-        """Have ``handler`` called with each rank whose connection closes or has closed."""
+    def deliver(self, topic: str, body: Message) -> None:
+        """Call the handler of a topic with a message, or keep it for a later handler."""
         with self.arrived:
-            self._on_closed = handler
-            ended = dict(self.ended)
-        for rank, reason in ended.items():
-            handler(rank, reason)
+            handler = self._handlers.get(topic)
+            try:
+                if handler is None:
+                    self._unclaimed.setdefault(topic, []).append(body)
+                else:
+                    handler(body)
+            except Exception:
+                _logger.exception("the control channel continues after an error about %r", topic)
+            self.arrived.notify_all()
 
     def wait_for(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
         """Wait until ``condition`` holds, and return whether it does.
 
-        It is checked after each message, sent or received, and each closed connection.
+        It is checked after each message and each closed connection.
         """
         with self.arrived:
             return self.arrived.wait_for(condition, seconds)
 
     def wait_until_sent(self) -> None:
         """Wait shortly for messages to be sent, so that a sudden exit loses none."""
-        self.wait_for(lambda: not self._outgoing or self._is_closing, _FLUSH_SECONDS)
+        if self._thread is not None:
+            sent = threading.Event()
+            self.call(sent.set)
+            sent.wait(_FLUSH_SECONDS)
 
     @property
     def is_current_thread(self) -> bool:
@@ -185,8 +205,6 @@ class Channel:
         self._is_closing = True
         for connection in self._connections:
             connection.socket.close()
-        if self._listener is not None:
-            self._listener.close()
 
     # On the serving thread.
 
@@ -195,6 +213,7 @@ class Channel:
         connection.rank = rank
         with self.arrived:
             self.ended.pop(rank, None)
+            self._unclaimed.pop(ENDED, None)
             earlier = self._of_rank.get(rank)
             self._of_rank[rank] = connection
         if earlier is not None:
@@ -211,18 +230,14 @@ class Channel:
         self._loop.close()
 
     async def _close_connections(self) -> None:
-        """Send pending messages, stop accepting, and close all connections."""
-        self._flush()
+        """Stop accepting, and close all connections."""
         tasks = asyncio.all_tasks() - {asyncio.current_task()}  # those that accept
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         # The peers close first: closing with unread data would discard sent messages.
-        of_ranks = list(self._of_rank.values())
-        for connection in of_ranks:
-            connection.close_in_order()
-        if of_ranks:
-            lost = [connection.lost for connection in of_ranks]
+        lost = [connection.close_in_order() for connection in self._of_rank.values()]
+        if lost:
             await asyncio.wait(lost, timeout=_FLUSH_SECONDS)
         for connection in list(self._connections):
             connection.close(CLOSED)
@@ -257,49 +272,163 @@ class Channel:
         if rank is not None:  # before the event loop reads a message
             self.adopt(rank, connection)
 
-    def _flush(self) -> None:
-        while self._outgoing:
-            line, ranks = self._outgoing[0]
-            for rank, connection in self._of_rank.items():
-                if ranks is None or rank in ranks:
-                    connection.send(line)
-            self._outgoing.popleft()  # not before, because of `wait_until_sent`
-        with self.arrived:
-            self.arrived.notify_all()
+    def _write(self, line: bytes, ranks: Collection[int] | None) -> None:
+        for rank, connection in self._of_rank.items():
+            if ranks is None or rank in ranks:
+                connection.send(line)
 
     def _handle_message(self, connection: Connection, topic: str, body: Message) -> None:
         if self._is_closing:
             return
-        if connection.rank is None:
-            self._admit(connection, topic, body)
-        elif topic == _LEAVING:
-            connection.has_left = True
-        else:
-            self._route(topic, {**body, "from": connection.rank})
         with self.arrived:
+            if connection.rank is None:
+                self._admit(connection, topic, body)
+            elif topic == _LEAVING:
+                connection.has_left = True
+            else:
+                self.deliver(topic, {**body, "from": connection.rank})
             self.arrived.notify_all()
-
-    def _route(self, topic: str, body: Message) -> None:
-        with self.arrived:
-            handler = self._handlers.get(topic)
-            if handler is None:
-                self._unclaimed.setdefault(topic, []).append(body)
-                return
-        try:
-            handler(body)
-        except Exception:
-            _logger.exception("the control channel continues after an error about %r", topic)
 
     def _handle_lost(self, connection: Connection) -> None:
         self._connections.discard(connection)
         rank = connection.rank
         if rank is None or self._of_rank.get(rank) is not connection:
             return
-        reason = "" if connection.has_left else connection.close_reason
         with self.arrived:
             del self._of_rank[rank]
-            self.ended[rank] = reason
-            on_closed = self._on_closed
-            self.arrived.notify_all()
+            self.ended[rank] = reason = "" if connection.has_left else connection.close_reason
         if not self._is_closing:
-            on_closed(rank, reason)
+            self.deliver(ENDED, {"from": rank, "reason": reason})
+
+
+class Connection(asyncio.Protocol):
+    """A connection to a peer; only for the event loop's thread.
+
+    Args:
+        connected: the socket, which the connection closes.
+        heartbeat: the silence in seconds after which the kernel closes it.
+        on_message: called with the topic and body of each message.
+        on_lost: called once, after the connection was closed.
+
+    Attributes:
+        socket: the connected socket.
+        rank: the peer's rank; ``None`` until it is known.
+        has_left: whether the peer has announced an orderly exit.
+        close_reason: why the connection was closed; empty while it is open.
+        lost: done after ``on_lost`` was called.
+    """
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        heartbeat: float,
+        on_message: Callable[[Connection, str, Message], None],
+        on_lost: Callable[[Connection], None],
+    ) -> None:
+        connected.setblocking(False)
+        _keep_alive(connected, heartbeat)
+        self.socket = connected
+        self.rank: int | None = None
+        self.has_left = False
+        self.close_reason = ""
+        self.lost = asyncio.get_running_loop().create_future()
+        self._silence_reason = f"no sign of life from its host for {heartbeat:g} s"
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._unread = b""
+
+    def send(self, line: bytes) -> None:
+        """Send an encoded message, or close the connection if the peer does not read.
+
+        Never waits or raises.
+        """
+        if self._transport.is_closing():
+            return
+        self._transport.write(line)
+        if self._transport.get_write_buffer_size() > _MAX_UNSENT:
+            self.close(NOT_READING)
+
+    def close_in_order(self) -> asyncio.Future[None]:
+        """Send unsent messages, and return ``lost``.
+
+        The peer closes the connection after receiving them.
+        """
+        with suppress(OSError):  # the peer has closed it
+            self._transport.write_eof()
+        return self.lost
+
+    def close(self, reason: str) -> None:
+        """Close the connection now."""
+        self.close_reason = self.close_reason or reason
+        self._transport.abort()
+
+    # Called by the event loop.
+
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            message = _decode(line) if len(line) <= MAX_MESSAGE else None
+            if message is None:
+                self.close(MALFORMED)
+                return
+            self._on_message(self, *message)
+        if len(self._unread) > MAX_MESSAGE:
+            self.close(MALFORMED)
+
+    @override
+    def eof_received(self) -> None:
+        self.close(CLOSED)
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.close_reason:
+            # A failed write ends reading, but earlier messages may explain it. A malformed
+            # message sets the reason.
+            self._receive_rest()
+            is_closed = exc is None or isinstance(exc, ConnectionError)
+            self.close_reason = self.close_reason or (CLOSED if is_closed else self._silence_reason)
+        self._on_lost(self)
+        self.lost.set_result(None)
+
+    def _receive_rest(self) -> None:
+        with suppress(OSError):
+            while not self.close_reason and (data := self.socket.recv(_CHUNK)):
+                self.data_received(data)
+
+
+def encode(topic: str, body: Message) -> bytes:
+    """Return the line that carries a message."""
+    return json.dumps([topic, body]).encode() + b"\n"
+
+
+def _decode(line: bytes) -> tuple[str, Message] | None:
+    """Return topic and body of the message in a line; ``None`` if it is malformed."""
+    try:
+        topic, body = json.loads(line)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return (topic, body) if isinstance(topic, str) and isinstance(body, dict) else None
+
+
+def _keep_alive(connected: socket.socket, heartbeat: float) -> None:
+    """Have the kernel send without delay, and close a connection that stays silent.
+
+    The limit is ``heartbeat`` seconds of silence.
+    """
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    seconds = max(1, round(heartbeat / 6))
+    options = {
+        socket.TCP_KEEPIDLE: 2 * seconds,
+        socket.TCP_KEEPINTVL: seconds,
+        socket.TCP_KEEPCNT: 4,
+        socket.TCP_USER_TIMEOUT: round(heartbeat * 1000),
+    }
+    for option, value in options.items():
+        with suppress(OSError):
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -32,7 +32,14 @@ from torch.distributed import HashStore, Store, TCPStore
 from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rank_lists import listed, ranks_in_words
 from lightning_ddp_ext.ranks import reason_of
-from lightning_ddp_ext.rendezvous.channel import Channel
+from lightning_ddp_ext.rendezvous.channel import (
+    CLOSED,
+    MALFORMED,
+    Channel,
+    Connection,
+    Message,
+    encode,
+)
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import (
     STORE_OPERATION,
@@ -46,7 +53,6 @@ from lightning_ddp_ext.rendezvous.endpoint import (
 from lightning_ddp_ext.rendezvous.opened_sockets import OpenedSockets
 from lightning_ddp_ext.rendezvous.peers import event_of
 from lightning_ddp_ext.rendezvous.request import RankInfo, Request
-from lightning_ddp_ext.rendezvous.wire import CLOSED, MALFORMED, Connection, Message, encode
 
 _POLL = 0.25  # seconds between checks for conditions that end the wait without a message
 # Why a connection to an address failed, by the reason for which it was closed.

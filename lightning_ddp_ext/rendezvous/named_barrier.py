@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 from lightning_ddp_ext.rank_lists import activities_in_words, listed
+from lightning_ddp_ext.rendezvous.channel import Message
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, Peers, event_of
-from lightning_ddp_ext.rendezvous.wire import Message
 
 _LONGEST_TEXT = 500  # characters of each text in a call
 
@@ -79,9 +79,9 @@ class NamedBarriers:
         self.made = 0
         self._steps = 0  # that this rank has started
         self._open = 0  # the number of the last call that all ranks have started
-        peers.on("call", self._record_call)
-        peers.on("open", self._open_barrier)
-        peers.on("overdue", self._report_overdue)
+        peers.channel.on_message("call", self._record_call)
+        peers.channel.on_message("open", self._open_barrier)
+        peers.channel.on_message("overdue", self._report_overdue)
 
     def advance(self) -> None:
         """Advance this rank's step counter, so that a skipped call can be detected.

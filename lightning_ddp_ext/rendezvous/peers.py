@@ -14,10 +14,9 @@ from typing import Literal
 from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError
 from lightning_ddp_ext.forced_exit import ForcedExit
 from lightning_ddp_ext.ranks import RemoteTraceback, shortened
-from lightning_ddp_ext.rendezvous.channel import Channel, Handler
+from lightning_ddp_ext.rendezvous.channel import ENDED, Channel, Message
 from lightning_ddp_ext.rendezvous.request import RankInfo, Timeouts
 from lightning_ddp_ext.rendezvous.runs import current_run
-from lightning_ddp_ext.rendezvous.wire import Message
 
 Kind = Literal["died", "failed", "left", "absent", "hung"]
 
@@ -128,9 +127,8 @@ class Peers:
         self._abort = abort
         self._departed: PeerEvent | None = None  # the first orderly departure
         self._forced_exit = ForcedExit("ddpx-exit")
-        self._handlers: dict[str, Handler] = {}  # by topic
         channel.on_message("event", self._handle_message)
-        channel.on_closed(self._on_closed)
+        channel.on_message(ENDED, self._handle_end)
 
     @property
     def cause_or_departure(self) -> PeerEvent | None:
@@ -160,22 +158,6 @@ class Peers:
             )
             return condition()
 
-    def on(self, topic: str, handler: Handler) -> None:
-        """Have ``handler`` called with each message on a topic, also of this rank itself.
-
-        It is called on the channel's thread, or on the thread of :meth:`tell`, one
-        message at a time. It holds ``arrived``, which is notified afterwards, and must
-        not wait.
-        """
-
-        def handle(body: Message) -> None:
-            with self.arrived:
-                handler(body)
-                self.arrived.notify_all()
-
-        self._handlers[topic] = handle
-        self.channel.on_message(topic, handle)
-
     def tell(self, ranks: Collection[int], topic: str, body: Message) -> None:
         """Send a message to ranks, of which this one may be one. Never waits.
 
@@ -183,7 +165,7 @@ class Peers:
         """
         self.channel.send(topic, body, ranks)
         if self.rank in ranks:
-            self._handlers[topic]({**body, "from": self.rank})
+            self.channel.deliver(topic, {**body, "from": self.rank})
 
     def report(self, event: PeerEvent) -> PeerEvent:
         """Report to all ranks, including this one, why they cannot continue.
@@ -215,8 +197,9 @@ class Peers:
         del body["from"]
         self._record(PeerEvent(**body))
 
-    def _on_closed(self, rank: int, reason: str) -> None:
-        self._record(event_of("died" if reason else "left", self.table[rank], reason))
+    def _handle_end(self, body: Message) -> None:
+        kind: Kind = "died" if body["reason"] else "left"
+        self._record(event_of(kind, self.table[body["from"]], body["reason"]))
 
     def _record(self, event: PeerEvent) -> PeerEvent:
         """Record an event; all ranks get the first failure and the first departure."""
@@ -232,7 +215,10 @@ class Peers:
             self.channel.send("event", asdict(event))
         if is_first and event.kind != "left":
             self._exit_if_blocked(event)
-            self._abort()
+            if self.channel.is_current_thread:
+                self.channel.call(self._abort)  # after the event is sent: it may take seconds
+            else:
+                self._abort()
         return self.cause or event
 
     def _exit_if_blocked(self, event: PeerEvent) -> None:

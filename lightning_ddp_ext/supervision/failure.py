@@ -25,7 +25,7 @@ from lightning_ddp_ext.ranks import chain_of, reason_of
 from lightning_ddp_ext.rendezvous.peers import PeerEvent
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.rendezvous.runs import current_run, start_run
-from lightning_ddp_ext.supervision.session import Session, current_session
+from lightning_ddp_ext.supervision.graceful_stop import Session, current_session
 from lightning_ddp_ext.supervision.stacks import (
     call_site_in,
     is_in_backward,

@@ -10,17 +10,9 @@ stop point that none of them has passed.
 Only the channel threads reply, so ranks that are in a collective at that time always
 complete it. Until a signal arrives, a stop point costs an addition and a comparison.
 
-The states of a rank:
-
-=======  ===========================================================  =======
-State    Meaning                                                      Next
-=======  ===========================================================  =======
-RUNNING  rank 0 has not paused this rank                              PAUSING
-PAUSING  the main thread waits for the target at its next stop point  AGREED
-AGREED   all ranks stop at the target                                 RUNNING
-=======  ===========================================================  =======
-
-A rank is also RUNNING again after its last stop point.
+A rank with a request for its current job waits for the target at its next stop point.
+Once it has the target, it stops there. It forgets both when it stops, and after its
+last stop point.
 """
 
 from __future__ import annotations
@@ -28,17 +20,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from enum import Enum, auto
 from functools import partial
 from signal import Signals
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from lightning_ddp_ext.forced_exit import ForcedExit
 from lightning_ddp_ext.rank_lists import listed
-from lightning_ddp_ext.rendezvous.process_context import ProcessContext
-from lightning_ddp_ext.rendezvous.wire import Message
+from lightning_ddp_ext.rendezvous.channel import Message
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current, join
+from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.supervision.signals import status_of
 from lightning_ddp_ext.supervision.stacks import call_site_of, main_frame
+from lightning_ddp_ext.supervision.status_table import StatusTable
 from lightning_ddp_ext.threads import start_thread
 
 _END_TOGETHER = (
@@ -47,14 +40,6 @@ _END_TOGETHER = (
     " different numbers of batches, use DDPExtStrategy(uneven_inputs='stop_at_shortest')"
 )
 _SECONDS_AFTER_SAVES = 3.0  # from a finished save to the exit, after the deadline
-
-
-class _State(Enum):
-    """A rank's state; see the module's docstring."""
-
-    RUNNING = auto()
-    PAUSING = auto()
-    AGREED = auto()
 
 
 @dataclass(frozen=True)
@@ -71,9 +56,6 @@ class StopRequest:
 
     def __str__(self) -> str:
         return f"{Signals(self.signum).name} to rank {self.rank} (host {self.host})"
-
-
-Acknowledge = Callable[[StopRequest], object]
 
 
 class StopPoint(NamedTuple):
@@ -135,18 +117,16 @@ class GracefulStop:
         self._position = StopPoint(0)
         self._job = 0
         self.is_active = False
-        self._state = _State.RUNNING
-        # On rank 0 also while it is RUNNING, if it has not begun the request's job.
-        self._request: StopRequest | None = None
-        self._target = StopPoint(0)  # in the state AGREED
+        self._request: StopRequest | None = None  # of this job, or of the next one
+        self._target: StopPoint | None = None  # once the ranks have agreed
         self._positions: dict[int, StopPoint] = {}  # on rank 0, of the ranks that have paused
         self._seconds = 0.0  # from the first signal to the deadline
-        self._acknowledge: Acknowledge = lambda request: None
+        self._acknowledge: Callable[[StopRequest], object] = lambda request: None
         self._forced_exit = ForcedExit("ddpx-stop-deadline")
-        self._peers.on("stop", self._handle_request)
-        self._peers.on("pause", self._pause)
-        self._peers.on("position", self._record_position)
-        self._peers.on("target", self._set_target)
+        context.peers.channel.on_message("stop", self._handle_request)
+        context.peers.channel.on_message("pause", self._pause)
+        context.peers.channel.on_message("position", self._record_position)
+        context.peers.channel.on_message("target", self._set_target)
 
     def request_stop(self, signum: int) -> None:
         """Have all ranks stop; for any thread, but not for a signal handler.
@@ -159,7 +139,7 @@ class GracefulStop:
         self._limit_stop(request)
         self._peers.tell([0], "stop", {"request": asdict(request)})
 
-    def start(self, deadline: timedelta, acknowledge: Acknowledge) -> None:
+    def start(self, deadline: timedelta, acknowledge: Callable[[StopRequest], object]) -> None:
         """Handle requests from now on: the ranks have begun a job with stop points.
 
         Args:
@@ -246,12 +226,12 @@ class GracefulStop:
         Raises:
             RankFailedError: a rank died or failed meanwhile; it may be a subclass.
         """
-        if self._state is _State.RUNNING:
+        if self._request is None or self._request.job != self._job:
             return False
         with self._peers.arrived:
-            self._peers.wait_for(lambda: self._state is not _State.PAUSING)
+            self._peers.wait_for(lambda: self._target is not None)
             self._peers.check()
-            return self._state is _State.AGREED and self._position >= self._target
+            return self._target is not None and self._position >= self._target
 
     def _take_request(self) -> StopRequest | None:
         """Return the request, and forget it."""
@@ -262,8 +242,8 @@ class GracefulStop:
             return request
 
     def _reset(self) -> None:
-        self._state = _State.RUNNING
         self._request = None
+        self._target = None
 
     # The agreement, in other threads.
 
@@ -296,9 +276,8 @@ class GracefulStop:
         request = StopRequest(**body["request"])
         if not self._has_finished(request.job):
             self._request = request
-            self._state = _State.PAUSING
             self._limit_stop(request)
-        # Read after the state; the main thread uses the opposite order.
+        # Read after the request is set; the main thread uses the opposite order.
         self._peers.tell([0], "position", {"position": self._position, "job": request.job})
 
     def _record_position(self, body: Message) -> None:
@@ -313,7 +292,6 @@ class GracefulStop:
     def _set_target(self, body: Message) -> None:
         if not self._has_finished(body["job"]):
             self._target = StopPoint(*body["target"])
-            self._state = _State.AGREED
 
     # The deadline.
 
@@ -345,7 +323,7 @@ class GracefulStop:
 
     def _explain_exit(self, finding: str) -> str:
         rank = self._peers.rank
-        is_pausing = rank == 0 and self._state is _State.PAUSING
+        is_pausing = rank == 0 and self._request is not None and self._target is None
         silent = [
             info for info in self._context.table if is_pausing and info.rank not in self._positions
         ]
@@ -355,3 +333,39 @@ class GracefulStop:
             f" rank {rank} exits at {call_site_of(main_frame())}; earlier checkpoints are"
             " intact. Pass a longer save_deadline if the ranks only need more time"
         )
+
+
+class Session:
+    """This rank's part in statuses and stops.
+
+    A session is built when the ranks have connected, and lasts until they disconnect.
+    Messages of other ranks that arrive earlier are kept for it.
+
+    Attributes:
+        context: the connections and process groups.
+        statuses: finds the rank that others wait for.
+        stops: stops all ranks together after a signal.
+    """
+
+    def __init__(self, context: ProcessContext) -> None:
+        self.context = context
+        self.statuses = StatusTable(context)
+        self.stops = GracefulStop(context, self.statuses.raise_if_a_rank_is_silent)
+
+
+def start_session(request: Request) -> Session | None:
+    """Connect the ranks with :func:`join`, and return the session of their connections.
+
+    Connections that are used again keep their session. Collective: every rank must call
+    it. Return ``None`` if other code opened the process group.
+    """
+    context = join(request)
+    if context is not None and context.session is None:
+        context.session = Session(context)
+    return current_session()
+
+
+def current_session() -> Session | None:
+    """Return this process's session; ``None`` while it is not connected."""
+    context = current()
+    return None if context is None else cast(Session | None, context.session)

@@ -1,31 +1,27 @@
-"""What a rank does, as it pushes it to rank 0.
+"""What ranks do, as they push it to rank 0, and the rank that others wait for.
 
-A status is read in a thread, so a main thread that is blocked does not prevent it. It
-has the stack (``stacks``) and torch's record of collectives (``flight_recorder``).
+In a deadlock, ranks made different calls, so none of them can continue. A rank that
+waits in a call needs all ranks that have not made this call. One of them never will if
+it waits in another call for a rank that never will.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from lightning_ddp_ext.rendezvous.named_barrier import Call
-from lightning_ddp_ext.rendezvous.process_context import ProcessContext
+from lightning_ddp_ext.rank_lists import activities_in_words, grouped, listed
+from lightning_ddp_ext.rendezvous.named_barrier import SAME_CALLS, Call, remedies_of
+from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.request import RankInfo
-from lightning_ddp_ext.supervision.flight_recorder import (
-    GroupProgress,
-    has_timed_out,
-    read_progress,
-)
-from lightning_ddp_ext.supervision.stacks import (
-    call_site_of,
-    is_in_backward,
-    is_in_collective,
-    main_frame,
+from lightning_ddp_ext.supervision.flight_recorder import Collective, GroupProgress
+
+# Functions whose inputs must have the same number of elements on all ranks.
+_OF_SAME_SIZE = ("all_reduce", "broadcast", "reduce")
+_TAKES_LONGER = (
+    "make sure that every rank makes the same calls; if one takes longer, pass a longer timeout to"
+    " the strategy"
 )
 
 
@@ -35,32 +31,47 @@ class Status:
 
     Attributes:
         who: the rank.
-        number: counts what this rank has pushed.
         question: how long which rank has waited, while it asks which one it waits for.
         place: file and line of its main thread, in the user's code.
         is_in_collective: whether its main thread is in C++, in code of a collective or
             a backward pass.
-        cpu_seconds: the processor time of its main thread; 0 with CUDA, which may poll
-            while it waits.
         groups: its collectives in each group, as far as torch records them.
         has_timed_out: whether it has waited in a collective for the timeout.
         has_broken_collective: whether another rank probably broke its collective, which
             it handles now.
         calls_made: the number of calls of named barriers that it has started.
         awaited: the call of a named barrier that it waits in.
+        is_settled: whether its calls are those of the status before, without processor
+            time of a blocked main thread in between.
     """
 
     who: RankInfo
-    number: int = 0
     question: str = ""
     place: str = ""
     is_in_collective: bool = False
-    cpu_seconds: float = 0.0
     groups: list[GroupProgress] = field(default_factory=list)
     has_timed_out: bool = False
     has_broken_collective: bool = False
     calls_made: int = 0
     awaited: Call | None = None
+    is_settled: bool = False
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Status:
+        """Restore a status from the result of ``dataclasses.asdict``."""
+        awaited = values["awaited"]
+        restored = {
+            "who": RankInfo(**values["who"]),
+            "groups": [GroupProgress.from_dict(each) for each in values["groups"]],
+            "awaited": None if awaited is None else Call(**awaited),
+        }
+        return Status(**{**values, **restored})
+
+    @property
+    def calls(self) -> tuple[object, ...]:
+        """The calls that it waits in, which differ after each further call."""
+        pending = [(progress.group, progress.pending) for progress in self.unfinished]
+        return self.place, self.calls_made, self.awaited, pending
 
     @property
     def is_blocked(self) -> bool:
@@ -92,40 +103,148 @@ class Status:
         is_default_group = not waiting.label
         return is_default_group or self.who.rank in waiting.members
 
-    def with_changes(self, changed: dict[str, Any]) -> Status:
-        """Return this status with other fields, as ``dataclasses.asdict`` returns them."""
-        fields = dict(changed)
-        if "who" in fields:
-            fields["who"] = RankInfo(**fields["who"])
-        if "groups" in fields:
-            fields["groups"] = [GroupProgress.from_dict(each) for each in fields["groups"]]
-        if fields.get("awaited") is not None:
-            fields["awaited"] = Call(**fields["awaited"])
-        return replace(self, **fields)
 
+def deadlock_in(statuses: Sequence[Status]) -> PeerEvent | None:
+    """Return the event of a deadlock among the ranks whose calls are settled, if any.
 
-def read_status(context: ProcessContext, **values: Any) -> Status:
-    """Return this rank's status; not for the main thread, whose stack it reads.
-
-    ``values`` are attributes that this function does not know.
+    These ranks wait for each other in different calls.
     """
-    frame = main_frame()
-    groups = read_progress()
-    return Status(
-        context.peers.mine,
-        place=call_site_of(frame),
-        is_in_collective=is_in_collective(frame) or is_in_backward(frame),
-        cpu_seconds=0.0 if torch.cuda.is_initialized() else _cpu_seconds(),
-        groups=groups,
-        has_timed_out=has_timed_out(groups, context.groups.timeout),
-        calls_made=context.barriers.made,
-        awaited=context.barriers.awaited,
-        **values,
+    statuses = [status for status in statuses if status.is_settled]
+    calls = {_call_of(status) for status in statuses if status.awaited or status.unfinished}
+    if len(calls) < 2:  # a common case, also with hundreds of ranks
+        return None
+    return _mismatch_in(statuses) or _circular_wait_in(statuses)
+
+
+# Answers to a rank that asks; ``wait`` is the part of the message about this rank.
+
+
+def silent_rank(silent: Sequence[RankInfo], wait: str) -> PeerEvent:
+    """Return the event of the first of the ranks that did not push their status."""
+    silence = listed((f"{who} has not answered" for who in silent), separator="; ")
+    return event_of("hung", silent[0], f"{silence}; {wait}")
+
+
+def rank_outside_collective(statuses: Sequence[Status], wait: str) -> PeerEvent | None:
+    """Return the event of a rank that others wait for in a collective, if any.
+
+    It entered another collective, or is not waiting while others time out.
+    """
+    mismatch = _mismatch_in(statuses)
+    if mismatch is not None:
+        return mismatch
+    elsewhere = [status for status in statuses if not status.waits]
+    has_timed_out = any(status.waits and status.has_timed_out for status in statuses)
+    if not elsewhere or not has_timed_out:
+        return None
+    places = listed(
+        (f"{status.who} is in {status.place or 'library code'}" for status in elsewhere),
+        separator=" and ",
+    )
+    return event_of("absent", elsewhere[0].who, f"{wait}, but {places}; {_TAKES_LONGER}")
+
+
+def _deadlock_of(calls: Sequence[tuple[Status, str]]) -> PeerEvent:
+    """Return the event that accuses a rank in the rarest call.
+
+    ``calls`` has the call of each rank in the deadlock, with file and line.
+    """
+    of_ranks = {status.who: call for status, call in calls}
+    _, ranks_in_rarest_call = grouped(of_ranks)[0]
+    awaited = [status.awaited for status, _ in calls if status.awaited is not None]
+    remedies = "; ".join(remedies_of(awaited)) or SAME_CALLS
+    return event_of(
+        "absent",
+        ranks_in_rarest_call[0],
+        "ranks are waiting for each other in different calls:"
+        f" {activities_in_words(of_ranks, 'is in')}; {remedies}",
     )
 
 
-def _cpu_seconds() -> float:
-    """Return the processor time of the main thread."""
-    main_thread = threading.main_thread().ident
-    assert main_thread is not None
-    return time.clock_gettime(time.pthread_getcpuclockid(main_thread))
+# Ranks in different collectives of the same group.
+
+
+def _mismatch_in(statuses: Sequence[Status]) -> PeerEvent | None:
+    """Return the event of ranks that entered different collectives with the same number.
+
+    At least one of them is waiting in its collective.
+    """
+    for (group, number), waiting in _pending_in(statuses).items():
+        entered = [
+            (status, progress)
+            for status in statuses
+            if (progress := status.progress_in(group)) is not None and progress.has_entered(number)
+        ]
+        own = waiting.collective(number)
+        if any(_differ(own, progress.collective(number)) for _, progress in entered):
+            return _deadlock_of(
+                [(status, _in_words(status, progress, number)) for status, progress in entered]
+            )
+    return None
+
+
+def _pending_in(statuses: Sequence[Status]) -> dict[tuple[str, int], GroupProgress]:
+    """Return the progress of one rank in each pending collective, by group and number."""
+    # Hundreds of ranks may be waiting in one collective.
+    return {
+        (progress.group, progress.pending): progress
+        for status in statuses
+        for progress in status.unfinished
+    }
+
+
+def _in_words(status: Status, progress: GroupProgress, number: int) -> str:
+    """Describe a collective that a rank has entered, with file and line."""
+    place = progress.collective(number).place or status.place
+    return f"{progress.describe(number)}, {place}"
+
+
+def _differ(one: Collective, other: Collective) -> bool:
+    is_of_same_size = one.elements == other.elements or one.name not in _OF_SAME_SIZE
+    return one.name != other.name or not is_of_same_size
+
+
+# Ranks that wait for each other.
+
+
+def _circular_wait_in(statuses: Sequence[Status]) -> PeerEvent | None:
+    """Return the event of blocked ranks that wait for each other, if any.
+
+    For example, rank 0 waits in an ``all_reduce`` that rank 1 has not entered, and rank
+    1 in a named barrier that rank 0 has not entered. If rank 1 were computing, rank 0
+    could continue later.
+    """
+    blocked = [status for status in statuses if status.is_blocked]
+    stuck = _waiting_for_each_other(blocked)
+    # A rank that turns out not to be stuck may make the call that others wait for.
+    while len(stuck) < len(blocked):
+        blocked = stuck
+        stuck = _waiting_for_each_other(blocked)
+    return _deadlock_of([(status, _call_of(status)) for status in stuck]) if stuck else None
+
+
+def _waiting_for_each_other(statuses: Sequence[Status]) -> list[Status]:
+    """Return the ranks that wait in a call that another one has not made."""
+    fewest_calls = min((status.calls_made for status in statuses), default=0)
+    incomplete = {
+        key
+        for key, progress in _pending_in(statuses).items()
+        if any(other.is_missing_in(progress) for other in statuses)
+    }
+    return [
+        status
+        for status in statuses
+        if (
+            status.awaited.number > fewest_calls
+            if status.awaited is not None
+            else any((each.group, each.pending) in incomplete for each in status.unfinished)
+        )
+    ]
+
+
+def _call_of(status: Status) -> str:
+    """Describe the call that a rank waits in."""
+    if status.awaited is not None:
+        return f"{status.awaited.what}, {status.awaited.where or status.place}"
+    progress = status.unfinished[0]
+    return _in_words(status, progress, progress.pending)

@@ -24,27 +24,32 @@ then ends the wait.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
 
+import torch
+
+from lightning_ddp_ext.rendezvous.channel import Message
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
-from lightning_ddp_ext.rendezvous.request import RankInfo
-from lightning_ddp_ext.rendezvous.wire import Message
-from lightning_ddp_ext.supervision.deadlock import (
-    Deadlock,
-    deadlock_in,
-    rank_outside_collective,
-    silent_rank,
-)
 from lightning_ddp_ext.supervision.flight_recorder import (
     groups_in_collectives,
     has_timed_out,
     read_progress,
 )
-from lightning_ddp_ext.supervision.status import Status, read_status
+from lightning_ddp_ext.supervision.stacks import (
+    call_site_of,
+    is_in_backward,
+    is_in_collective,
+    main_frame,
+)
+from lightning_ddp_ext.supervision.status import (
+    Status,
+    deadlock_in,
+    rank_outside_collective,
+    silent_rank,
+)
 from lightning_ddp_ext.threads import start_thread
 
 _TURNS = 16  # of a rank's thread, while the rank waits until it pushes its status
@@ -52,6 +57,9 @@ _TURNS = 16  # of a rank's thread, while the rank waits until it pushes its stat
 _RETURNING = 1.0
 # A question waits for statuses at most twice, and as long for an earlier one.
 _WAITS_FOR_STATUSES = 4
+# Seconds of processor time between two statuses; a thread that waits takes none.
+_COMPUTING = 0.01
+_IN_COLLECTIVE = "in a collective for its timeout of"
 
 
 class StatusTable:
@@ -65,20 +73,18 @@ class StatusTable:
         self._peers = context.peers
         self._timeouts = context.peers.timeouts
         self._has_broken_collective = False
-        self._pushed = 0  # the number of statuses
-        self._sent: dict[str, Any] = {}  # the last one
+        self._sent = Status(self._peers.mine)  # the last one
+        self._cpu_seconds = 0.0  # of the main thread when it was sent
         self._question = ""  # how long which rank has waited, until rank 0 has answered
-        self._heard_at = 0.0  # when rank 0 last requested a status since the question
         self._is_watched = False  # from the first request of rank 0 until its answer
         self._is_due = False  # ends the pause of the thread
         # On rank 0, by rank.
-        self._last: dict[int, Status] = {}
+        self._last = {info.rank: Status(info) for info in context.table}
         self._received_at: dict[int, float] = {}
         self._asked_at: dict[int, float] = {}
-        self._suspected: Deadlock | None = None
-        self._peers.on("status", self._record_status)
-        self._peers.on("look", self._start_to_push)
-        self._peers.on("answers", self._record_answers)
+        self._peers.channel.on_message("status", self._record_status)
+        self._peers.channel.on_message("look", self._start_to_push)
+        self._peers.channel.on_message("answers", self._record_answers)
         if len(context.table) > 1:
             start_thread("ddpx-status", self._run)
 
@@ -93,8 +99,8 @@ class StatusTable:
         is_timeout = has_timed_out(read_progress(), self._context.groups.timeout)
         event = None if is_timeout else self._peers.wait(self._timeouts.first_cause)
         if event is None:
-            broken = f"a collective of rank {self._peers.rank} failed"
-            event = self._ask(self._wait_in_words if is_timeout else broken)
+            failed = f"a collective of rank {self._peers.rank} failed"
+            event = self._ask(self._waited(_IN_COLLECTIVE) if is_timeout else failed)
         self._has_broken_collective = event is not None
         return event
 
@@ -107,27 +113,27 @@ class StatusTable:
             RankHungError: a rank does not push its status.
             RankFailedError: a rank died, failed or left; it may be a subclass.
         """
-        event = self._ask(f"rank {self._peers.rank} has waited for {self._timeout}")
+        event = self._ask(self._waited("for"))
         if event is not None:
             raise event.to_error()
 
     def _ask(self, question: str) -> PeerEvent | None:
         """Have rank 0 find the rank that this one waits for; return its event, if any."""
-        self._set_question(question)
-        longest = _WAITS_FOR_STATUSES * self._timeouts.answer
-        self._peers.wait_for(lambda: not self._question, longest)
+        with self._peers.arrived:
+            self._question = question
+            self._is_due = True
+            self._peers.arrived.notify_all()
+        self._peers.wait_for(
+            lambda: not self._question, _WAITS_FOR_STATUSES * self._timeouts.answer
+        )
+        if self._question and self._peers.cause_or_departure is None:
+            self._peers.report(silent_rank([self._peers.table[0]], question))
         self._question = ""
         return self._peers.cause_or_departure
 
-    @property
-    def _wait_in_words(self) -> str:
-        return (
-            f"rank {self._peers.rank} has waited in a collective for its timeout of {self._timeout}"
-        )
-
-    @property
-    def _timeout(self) -> str:
-        return f"{self._context.groups.timeout.total_seconds():g} s"
+    def _waited(self, what: str) -> str:
+        seconds = self._context.groups.timeout.total_seconds()
+        return f"rank {self._peers.rank} has waited {what} {seconds:g} s"
 
     # This rank's thread.
 
@@ -137,15 +143,12 @@ class StatusTable:
             now = time.monotonic()
             entered_at = {call: entered_at.get(call, now) for call in self._open_calls()}
             seconds = now - min(entered_at.values(), default=now)
-            if self._is_overdue(seconds):
-                self._end_overdue_collective()
+            if self._has_ended_overdue_collective(seconds):
                 entered_at.clear()
             if self._question or self._is_watched or seconds >= self._timeouts.deadlock:
                 self._push()
             if self._peers.rank == 0:
                 self._decide(now)
-            elif self._question and now - self._heard_at > self._timeouts.answer:
-                self._peers.report(silent_rank([self._peers.table[0]], self._question))
 
     def _wait_for_turn(self) -> bool:
         """Wait until a push is due, or a moment; return whether this thread is needed."""
@@ -170,48 +173,55 @@ class StatusTable:
         return groups_in_collectives() + barriers
 
     def _push(self) -> None:
-        self._pushed += 1
-        status = read_status(
-            self._context,
-            number=self._pushed,
+        status = self._read_status()
+        # Hundreds of ranks may be waiting for long, without a change.
+        is_same = status == self._sent
+        self._sent = status
+        self._peers.tell([0], "status", {"status": None if is_same else asdict(status)})
+
+    def _read_status(self) -> Status:
+        """Return this rank's status; not for the main thread, whose stack it reads."""
+        frame = main_frame()
+        groups = read_progress()
+        status = Status(
+            self._peers.mine,
             question=self._question,
+            place=call_site_of(frame),
+            is_in_collective=is_in_collective(frame) or is_in_backward(frame),
+            groups=groups,
+            has_timed_out=has_timed_out(groups, self._context.groups.timeout),
             has_broken_collective=self._has_broken_collective,
+            calls_made=self._context.barriers.made,
+            awaited=self._context.barriers.awaited,
         )
-        # Hundreds of ranks may be waiting for long, in which only numbers change.
-        values = asdict(status)
-        changed = {name: value for name, value in values.items() if value != self._sent.get(name)}
-        self._sent = values
-        self._peers.tell([0], "status", {"changed": changed})
+        cpu_seconds = _cpu_seconds()
+        has_computed = status.is_blocked and cpu_seconds - self._cpu_seconds >= _COMPUTING
+        self._cpu_seconds = cpu_seconds
+        is_settled = status.calls == self._sent.calls and not has_computed
+        return replace(status, is_settled=is_settled)
 
-    def _is_overdue(self, seconds: float) -> bool:
-        """Whether NCCL has waited for its timeout, or too long for a rank that left."""
+    def _has_ended_overdue_collective(self, seconds: float) -> bool:
+        """End a wait of NCCL for its timeout, or for too long for a rank that left.
+
+        Find and report the rank that the collective waits for, which aborts it.
+        """
         groups = self._context.groups
-        has_departure = self._peers.cause_or_departure is not None
-        limit = self._timeouts.answer if has_departure else groups.timeout.total_seconds()
-        if not groups.uses_nccl or seconds < limit or not groups_in_collectives():
-            return False
-        return any(progress.pending for progress in read_progress())
-
-    def _end_overdue_collective(self) -> None:
-        """Find and report the rank that the collective waits for, which aborts it."""
         departure = self._peers.cause_or_departure
+        limit = groups.timeout.total_seconds() if departure is None else self._timeouts.answer
+        if not groups.uses_nccl or seconds < limit:
+            return False
+        if not any(progress.pending for progress in read_progress()):
+            return False
         if departure is None:
-            self._set_question(self._wait_in_words)
+            start_thread("ddpx-ask", self._ask, self._waited(_IN_COLLECTIVE))
         else:  # NCCL has no connection that closes with that rank
             left = self._peers.table[departure.rank]
             self._peers.report(event_of("absent", left, str(departure.to_error())))
-
-    def _set_question(self, question: str) -> None:
-        with self._peers.arrived:
-            self._question = question
-            self._heard_at = time.monotonic()
-            self._is_due = True
-            self._peers.arrived.notify_all()
+        return True
 
     # Called by rank 0.
 
     def _start_to_push(self, body: Message) -> None:
-        self._heard_at = time.monotonic()
         self._is_watched = True
         self._is_due = True
 
@@ -224,34 +234,25 @@ class StatusTable:
 
     def _record_status(self, body: Message) -> None:
         rank = body["from"]
-        now = time.monotonic()
-        last = self._last.get(rank, Status(self._peers.table[rank]))
-        self._last[rank] = last.with_changes(body["changed"])
-        self._received_at[rank] = now
+        self._received_at[rank] = time.monotonic()
+        if body["status"] is not None:
+            self._last[rank] = Status.from_dict(body["status"])
         if self._last[rank].question and rank not in self._asked_at:
-            self._asked_at[rank] = now
+            self._asked_at[rank] = self._received_at[rank]
             self._peers.tell(self._peers.everyone, "look", {})
 
     def _decide(self, now: float) -> None:
         with self._peers.arrived:
-            self._find_deadlock(self._since(now - self._timeouts.answer))
+            deadlock = deadlock_in(self._since(now - self._timeouts.answer))
+            if deadlock is not None:
+                self._peers.report(deadlock)
             if self._asked_at:
                 self._answer(now)
 
     def _since(self, moment: float) -> list[Status]:
         """Return the statuses that ranks have pushed since a ``time.monotonic()``."""
-        return [self._last[rank] for rank in sorted(self._last) if self._received_at[rank] > moment]
-
-    def _find_deadlock(self, statuses: Sequence[Status]) -> None:
-        """Report a deadlock once each of its ranks has pushed the same again."""
-        earlier = self._suspected
-        deadlock = deadlock_in(statuses)
-        if deadlock is None or earlier is None or deadlock.calls != earlier.calls:
-            self._suspected = deadlock
-        elif deadlock.is_pushed_after(earlier):
-            self._suspected = deadlock
-            if not deadlock.has_computed_since(earlier):
-                self._peers.report(deadlock.event)
+        ranks = [rank for rank, received_at in self._received_at.items() if received_at > moment]
+        return [self._last[rank] for rank in sorted(ranks)]
 
     def _answer(self, now: float) -> None:
         """Answer all questions, unless later statuses may show more."""
@@ -265,21 +266,23 @@ class StatusTable:
         if silent and now < asked_at + self._timeouts.answer:
             return
         for rank in sorted(self._asked_at):
-            event = _event_for(self._last[rank], statuses, silent)
-            if event is not None and self._peers.cause_or_departure is None:
+            asking = self._last[rank]
+            event: PeerEvent | None = None
+            if silent:
+                event = silent_rank(silent, asking.question)
+            elif asking.awaited is None:  # otherwise late ranks are alive
+                event = rank_outside_collective(statuses, asking.question)
+            # A status without a question has crossed an earlier answer.
+            if event is not None and asking.question and self._peers.cause_or_departure is None:
                 self._peers.report(event)
         self._peers.tell(self._peers.everyone, "answers", {"ranks": list(self._asked_at)})
         self._asked_at.clear()
 
 
-def _event_for(
-    asking: Status, statuses: Sequence[Status], silent: Sequence[RankInfo]
-) -> PeerEvent | None:
-    """Return the event that answers a rank's question, if any."""
-    if not asking.question:  # it has an answer, which its last status crossed
-        return None
-    if silent:
-        return silent_rank(silent, asking.question)
-    if asking.awaited is not None:  # late ranks are alive
-        return None
-    return rank_outside_collective(statuses, asking.question)
+def _cpu_seconds() -> float:
+    """Return the processor time of the main thread; 0 with CUDA, which polls as it waits."""
+    if torch.cuda.is_initialized():
+        return 0.0
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(main_thread))

@@ -10,9 +10,15 @@ from typing import NamedTuple
 
 import pytest
 
-from lightning_ddp_ext.rendezvous.channel import Channel
+from lightning_ddp_ext.rendezvous.channel import (
+    ENDED,
+    MAX_MESSAGE,
+    NOT_READING,
+    Channel,
+    Message,
+    encode,
+)
 from lightning_ddp_ext.rendezvous.endpoint import listen
-from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, NOT_READING, encode
 
 LONG_TEXT = "x" * (MAX_MESSAGE // 2)
 MESSAGES = 12  # 6 times the longest message, beyond a socket's buffer
@@ -47,11 +53,11 @@ def test_sending_never_waits(ends: Ends) -> None:
 
 def test_a_rank_that_does_not_read_is_dropped(ends: Ends) -> None:
     """Unsent messages have a limit, so that rank 0 does not run out of memory."""
-    closed = queue.SimpleQueue[tuple[int, str]]()
-    ends.rank_zero.on_closed(lambda rank, reason: closed.put((rank, reason)))
+    closed = queue.SimpleQueue[Message]()
+    ends.rank_zero.on_message(ENDED, closed.put)
     while closed.empty():
         ends.rank_zero.send("a", {"text": LONG_TEXT})
-    assert closed.get() == (1, NOT_READING)
+    assert closed.get() == {"from": 1, "reason": NOT_READING}
 
 
 def test_a_rank_that_leaves_is_reported_when_its_connection_closes(ends: Ends) -> None:
@@ -60,8 +66,8 @@ def test_a_rank_that_leaves_is_reported_when_its_connection_closes(ends: Ends) -
     ends.rank_zero.on_message("after", lambda _: is_announced.set())
     ends.rank_one.sendall(encode("leaving", {}) + encode("after", {}))
     assert is_announced.wait(10.0)
-    closed = queue.SimpleQueue[tuple[int, str]]()
-    ends.rank_zero.on_closed(lambda rank, reason: closed.put((rank, reason)))
+    closed = queue.SimpleQueue[Message]()
+    ends.rank_zero.on_message(ENDED, closed.put)
     assert closed.empty()
     ends.rank_one.close()
-    assert closed.get(timeout=10.0) == (1, "")
+    assert closed.get(timeout=10.0) == {"from": 1, "reason": ""}

@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from lightning_ddp_ext.errors import RendezvousError
+from lightning_ddp_ext.rendezvous.channel import MAX_MESSAGE, encode
 from lightning_ddp_ext.rendezvous.endpoint import Address, FileEndpoint
 from lightning_ddp_ext.rendezvous.init_method import File, Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import RankInfo, Timeouts
-from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, encode
 from tests.harness.ranks import HOST, RankProcesses, free_port, hold, rank_name
 from tests.rendezvous.connecting import (
     LONG,
