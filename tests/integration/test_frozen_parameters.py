@@ -74,29 +74,47 @@ class ResumableFinetuning(BackboneFinetuning):
             self.make_trainable(pl_module.backbone)
 
 
-def resume_finetuning(
-    kind: Kind, directory: Path, hook: str, calls: int
-) -> list[dict[str, Tensor]]:
-    """Resume from a checkpoint that is saved in a hook after some earlier calls.
+class Finetuned(NamedTuple):
+    """The weights of a whole run and of a resumed one, and the warnings of both."""
 
-    Return the weights of the whole run, and of the resumed one.
-    """
+    whole: dict[str, Tensor]
+    resumed: dict[str, Tensor]
+    warnings: list[str]
+
+
+def resume_finetuning(
+    kind: Kind, directory: Path, finetuning: type[BackboneFinetuning], hook: str, calls: int
+) -> Finetuned:
+    """Resume from a checkpoint that is saved in a hook after some earlier calls."""
     path = directory / "saved.ckpt"
     save = training.At(hook, lambda trainer: trainer.save_checkpoint(path), earlier=calls)
 
     def learned(ckpt_path: Path | None) -> dict[str, Tensor]:
         L.seed_everything(1, verbose=False)
         model = WithBackbone()
-        unfreeze = ResumableFinetuning(1, verbose=False, backbone_initial_lr=0.01)
+        unfreeze = finetuning(1, verbose=False, backbone_initial_lr=0.01)
         options = {"max_epochs": 3, "ckpt_path": ckpt_path}
         training.fit(kind, directory, model, unfreeze, save, **options)
         return training.weights(model)
 
-    return [learned(ckpt_path=None), learned(ckpt_path=path)]
+    with training.warnings_with("has frozen") as warned:
+        whole = learned(ckpt_path=None)
+        resumed = learned(ckpt_path=path)
+    return Finetuned(whole, resumed, warned)
 
 
 AFTER_EPOCH = ("on_train_epoch_end", 1)
 WITHIN_EPOCH = ("on_train_batch_end", 5)
+
+
+def test_a_backbone_that_a_resume_freezes_again_is_named(tmp_path: Path) -> None:
+    """Rank 0 warns of what Lightning's callback does, with one of the parameters."""
+    first, second = on_ranks("ours", resume_finetuning, tmp_path, BackboneFinetuning, *AFTER_EPOCH)
+    assert first.warnings == [
+        "BackboneFinetuning has frozen 2 parameters that the optimisers of the resumed run have,"
+        " such as layers.0.weight; call its make_trainable in on_train_start"
+    ]
+    assert second.warnings == []
 
 
 @pytest.mark.parametrize("moment", [AFTER_EPOCH, WITHIN_EPOCH], ids=str)
@@ -104,8 +122,9 @@ def test_a_backbone_can_be_unfrozen_in_a_resumed_run(
     moment: tuple[str, int], tmp_path: Path
 ) -> None:
     """With the subclass of the guide, the weights are those of an uninterrupted run."""
-    for whole, resumed in on_ranks("ours", resume_finetuning, tmp_path, *moment):
-        training.assert_same(resumed, whole)
+    for finetuned in on_ranks("ours", resume_finetuning, tmp_path, ResumableFinetuning, *moment):
+        training.assert_same(finetuned.resumed, finetuned.whole)
+        assert finetuned.warnings == []
 
 
 class Unfrozen(Net):

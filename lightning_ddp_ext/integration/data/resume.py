@@ -22,7 +22,7 @@ from lightning_ddp_ext.data.random_state import record_random_state, restore_ran
 
 from ..checkpoints.collective import Checkpoints
 from ..private.compat import end_epoch_after, end_restart, fetcher_of, mode_of
-from ..private.lightning_tree import rank_zero_warn
+from ..private.lightning_tree import pl, rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
 from ..start.devices import RankDevicesStrategy
 from ..stopping.stops import StopController
@@ -301,6 +301,7 @@ class Resume:
         self._decide()
         self._restore_random_state()
         self._correct_loops()
+        _warn_of_frozen_parameters(self._trainer)
 
     def _correct_loops(self) -> None:
         """Change what the checkpoint's loop state did not yet take into account."""
@@ -367,3 +368,24 @@ def _warn(epoch: int, problem: str) -> None:
     rank_zero_warn(
         f"epoch {epoch} cannot be resumed in the middle, so that epoch starts again: {problem}"
     )
+
+
+def _warn_of_frozen_parameters(trainer: Any) -> None:
+    """Warn if a callback has frozen again what the resumed run trained."""
+    callbacks = [type(callback) for callback in trainer.callbacks]
+    freezing = [each for each in callbacks if issubclass(each, pl.callbacks.BaseFinetuning)]
+    if not freezing:
+        return
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    trained = {parameter for group in groups for parameter in group["params"]}
+    frozen = [
+        name
+        for name, parameter in trainer.lightning_module.named_parameters()
+        if parameter in trained and not parameter.requires_grad
+    ]
+    if frozen:
+        rank_zero_warn(
+            f"{freezing[0].__name__} has frozen {len(frozen)} parameters that the optimisers of"
+            f" the resumed run have, such as {frozen[0]}; call its make_trainable in"
+            " on_train_start"
+        )
