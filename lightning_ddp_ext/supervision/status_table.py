@@ -110,7 +110,7 @@ class StatusTable:
         A rank that does may take as long as it needs.
 
         Raises:
-            RankHungError: a rank does not push its status.
+            RankAbsentError: a rank does not push its status.
             RankFailedError: a rank died, failed or left; it may be a subclass.
         """
         event = self._ask(self._waited("for"))
