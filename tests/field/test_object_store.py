@@ -242,7 +242,7 @@ class Weakness(NamedTuple):
 
 WEAKNESSES = {
     "busy": Weakness(Fault("busy", "PUT"), Fault("busy", "GET")),
-    "cuts connections": Weakness(Fault("resets", "PUT"), Fault("resets", "GET", "last.ckpt")),
+    "cuts connections of uploads": Weakness(Fault("resets", "PUT"), Fault("slow", "GET")),
     "slow": Weakness(Fault("slow", "PUT"), Fault("slow", "GET")),
 }
 
@@ -280,13 +280,19 @@ def test_every_rank_raises_if_the_server_dies_in_a_save(
     expect_resumed_after_first_epoch(job.run(), undisturbed)
 
 
-def test_every_rank_raises_if_the_server_dies_in_a_load(
-    job: Job, undisturbed: dict[str, Tensor]
+FAULTS_IN_A_LOAD = {
+    "the server dies": Fault("dies", "GET", f"last.ckpt bytes={PART}-{2 * PART - 1}"),
+    "connections are cut": Fault("resets", "GET", "last.ckpt"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_IN_A_LOAD.values(), ids=FAULTS_IN_A_LOAD)
+def test_every_rank_raises_if_a_file_cannot_be_read(
+    fault: Fault, job: Job, undisturbed: dict[str, Tensor]
 ) -> None:
     """The same command resumes when the server is back."""
     job.run(epochs=1)
     files = job.files()
-    fault = Fault("dies", "GET", f"last.ckpt bytes={PART}-{2 * PART - 1}")
     for error in errors_of(job.launch(fault=fault)):
         assert f"checkpoint {job.url}/last.ckpt could not be read: " in error
     assert job.files() == files
