@@ -334,11 +334,12 @@ def test_no_run_starts_anew_if_the_store_cannot_be_searched(
 
 @pytest.mark.parametrize(("method", "text"), [("PUT", "partNumber"), ("POST", "uploadId=")])
 def test_a_refused_upload_is_aborted(method: str, text: str, job: Job) -> None:
-    """Every rank raises the store's reason, also if it refuses only one request, and
-    nothing is left in the store.
+    """Every rank raises the store's reason, also if it refuses only one request. Nothing is
+    left of the upload, and the last step is saved.
     """
     first, second = errors_of(job.launch(epochs=1, fault=Fault("denies once", method, text)))
     assert first == second
     assert f"/{FILE_OF_EPOCH[0]}: PermissionError: Access Denied; check its space" in first
     assert not job.has_uploads()
-    assert job.files() == {}
+    (saved,) = job.files()
+    assert saved.endswith("/last-preempted.ckpt")
