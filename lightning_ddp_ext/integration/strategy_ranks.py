@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import NoReturn
 
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import RankFailedError
 from lightning_ddp_ext.ranks import Ranks
-from lightning_ddp_ext.rendezvous.process_context import current
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 
 from .private.lightning_tree import pl
 
@@ -41,19 +42,17 @@ def ranks_of(strategy: pl.strategies.Strategy) -> Ranks:
         strategy.root_device,
         check=context.peers.check,
         check_received=check_received,
-        settle=_wait_at_end,
+        settle=partial(_wait_at_end, context),
     )
 
 
-def _wait_at_end(what: str) -> None:
+def _wait_at_end(context: ProcessContext, what: str) -> None:
     """Wait until all ranks have the result, or until another rank fails.
 
     The error of the work is raised even then.
     """
-    context = current()
-    if context is not None:
-        with suppress(RankFailedError):
-            context.barriers.enter(f"the end of {what}")
+    with suppress(RankFailedError):
+        context.barriers.enter(f"the end of {what}")
 
 
 def is_sharded(optimizer: object) -> bool:

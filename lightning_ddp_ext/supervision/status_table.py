@@ -1,6 +1,6 @@
 """Push each rank's status to rank 0, and find there the rank that others wait for.
 
-A thread of each rank pushes its ``status`` every second or two while
+A thread of each rank pushes its ``status`` about every second while
 
 - the rank has waited in a call for long, a named barrier or a collective;
 - any rank has a question: why its collective broke, or whether a late rank is alive.

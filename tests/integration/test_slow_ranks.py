@@ -187,8 +187,8 @@ def row(rank: int, host: str, **times: float) -> dict[str, Any]:
         ),
         pytest.param(
             {2: {"forward": 9.0}, 3: {"forward": 8.0}},
-            "all ranks of host b are slow; rank 2 (host b, cuda:0) is slow: 9 ms a step for forward,"
-            " median 1 ms; rank 3 (host b, cuda:1) is slow: 8 ms a step for forward, median 1 ms;"
+            "all ranks of host b are slow; rank 2 (host b, cuda:0) is slow: 9 ms a step for"
+            " forward, median 1 ms; rank 3 (host b, cuda:1) is slow: 8 ms a step for forward, median 1 ms;"
             " every step waits 8 ms for the slowest",
             id="a host",
         ),

@@ -51,8 +51,8 @@ class SlowRanks(pl.Callback):
             and ``waiting``. Empty before the first one.
 
     Raises:
-        ConfigurationError: ``every_n_steps`` is not a positive integer, or ``ratio`` is
-            not a number above 1.
+        ConfigurationError: ``every_n_steps`` is not an integer of at least 10, or
+            ``ratio`` is not a number above 1.
 
     Example::
 
@@ -67,6 +67,7 @@ class SlowRanks(pl.Callback):
             raise ConfigurationError(f"ratio must be a number above 1 (got {ratio!r}); pass 1.5")
         self.ratio = ratio
         self.report: list[Row] = []
+        self._period = max(2, self.every_n_steps // _SAMPLES)  # of measured steps
         self._ranks: list[Row] = []  # empty unless ranks are compared
         self._ended_at: float | None = None  # when the step before a measured one ended
         self._step: MeasuredStep | None = None  # until its times are known
@@ -121,7 +122,7 @@ class SlowRanks(pl.Callback):
             self._times += [times] if times else []
         if batches % self.every_n_steps == 0:
             self._compare(trainer)
-        is_next_measured = (batches + 1) % max(2, self.every_n_steps // _SAMPLES) == 0
+        is_next_measured = (batches + 1) % self._period == 0
         if is_next_measured and self._step is None:
             self._ended_at = time.perf_counter()
 
@@ -163,6 +164,10 @@ def own_time(row: Row) -> float:
     return float(sum(row[part] for part in _OWN))
 
 
+def _median_of(report: Sequence[Row], part: str) -> float:
+    return float(median_low(row[part] for row in report))
+
+
 def slow_parts(report: Sequence[Row], ratio: float) -> dict[int, str]:
     """Return the slow ranks, each with the part that takes it much longer than others.
 
@@ -171,7 +176,7 @@ def slow_parts(report: Sequence[Row], ratio: float) -> dict[int, str]:
     {3: 'data'}
     """
     limit = median_low(map(own_time, report))
-    medians = {part: median_low(row[part] for row in report) for part in _OWN}
+    medians = {part: _median_of(report, part) for part in _OWN}
     return {
         row["rank"]: max(_OWN, key=lambda part: row[part] - medians[part])
         for row in report
@@ -200,10 +205,9 @@ def in_words(report: Sequence[Row], slow: Mapping[int, str]) -> str:
 
 
 def _clause(report: Sequence[Row], row: Row, part: str) -> str:
-    middle = median_low(each[part] for each in report)
     return (
         f"rank {row['rank']} (host {row['host']}, {row['device']}) is slow: {row[part]:.3g} ms a"
-        f" step for {part}, median {middle:.3g} ms"
+        f" step for {part}, median {_median_of(report, part):.3g} ms"
     )
 
 
@@ -212,6 +216,6 @@ def _metrics(report: Sequence[Row]) -> dict[str, float]:
     for part in (*_OWN, "waiting"):
         slowest = max(report, key=lambda row: row[part])
         metrics[f"slow_ranks/{part}_ms_max"] = slowest[part]
-        metrics[f"slow_ranks/{part}_ms_median"] = median_low(row[part] for row in report)
+        metrics[f"slow_ranks/{part}_ms_median"] = _median_of(report, part)
         metrics[f"slow_ranks/{part}_rank"] = slowest["rank"]
     return metrics
