@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,8 +19,6 @@ _LONGEST_REASON = 2000
 # Bytes in one broadcast: close to the fastest size, and small enough to limit the
 # device memory that is needed.
 _PIECE = 64 << 20
-_LENGTH = 8  # bytes that hold the length of a pickled value
-_SHORT = 1024  # bytes of the first message, which hold most values
 
 
 @dataclass(frozen=True)
@@ -53,101 +51,49 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order."""
-        if self.world_size == 1:
-            return [value]
-        return self._exchange(value, self._all_gather)
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            with self._exchange():
+                dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def to_rank_zero(self, value: Any) -> list[Any] | None:
         """Return all values in rank order on rank 0, and ``None`` on other ranks."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        self.check()
-        dist.gather_object(value, values, dst=0, group=self.group)
-        self.check_received()
+        values = [value] * self.world_size if self.rank == 0 else None
+        if self.world_size > 1:
+            with self._exchange():
+                dist.gather_object(value, values, dst=0, group=self.group)
         return values
 
     def from_rank_zero(self, value: Any) -> Any:
         """Return rank 0's value."""
-        if self.world_size == 1:
-            return value
-        return self._exchange(value if self.rank == 0 else None, self._broadcast)[0]
+        values = [value]
+        if self.world_size > 1:
+            with self._exchange():
+                dist.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
 
-    def all_equal(self, number: int) -> bool:
-        """Whether a signed 64-bit integer is the same on all ranks."""
-        if self.world_size == 1:
-            return True
+    def broadcast(self, content: Tensor) -> None:
+        """Fill a byte buffer in CPU memory with rank 0's content."""
+        with self._exchange():
+            wire = torch.device("cpu") if is_gloo("cpu", self.group) else self.device
+            for piece in content.split(_PIECE):
+                sent = piece.to(wire)
+                dist.broadcast(sent, src=0, group=self.group)
+                if self.rank != 0:
+                    piece.copy_(sent)
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Run collectives in the block, whose values may be used after it."""
         self.check()
-        # One collective returns both extremes, since ~ reverses the order of integers.
-        extremes = torch.tensor([number, ~number], device=self._wire)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
-        largest, complement_of_smallest = extremes.tolist()
-        self.check_received()
-        return bool(largest == ~complement_of_smallest)
-
-    def _all_gather(self, own: Tensor) -> list[Tensor]:
-        rows = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(rows, own, group=self.group)
-        return rows
-
-    def _broadcast(self, own: Tensor) -> list[Tensor]:
-        dist.broadcast(own, src=0, group=self.group)
-        return [own]
-
-    def _exchange(self, value: Any, collective: Callable[[Tensor], list[Tensor]]) -> list[Any]:
-        """Run a collective on the pickled values, and a second one if a value is long.
-
-        The first message has a value's length and its beginning.
-        """
-        pickled = pickle.dumps(value)
-        message = len(pickled).to_bytes(_LENGTH, "little") + pickled
-        received = self._exchange_bytes(message, _SHORT, collective)
-        longest = max(int.from_bytes(each[:_LENGTH], "little") for each in received)
-        if _LENGTH + longest > _SHORT:
-            received = self._exchange_bytes(message, _LENGTH + longest, collective)
-        return [pickle.loads(each[_LENGTH:]) for each in received]
-
-    def _exchange_bytes(
-        self, data: bytes, size: int, collective: Callable[[Tensor], list[Tensor]]
-    ) -> list[bytes]:
-        """Run a collective on bytes, filled up to ``size`` with zeros, which pickle ignores.
-
-        Bytes that are only received may be longer, and are cut off.
-        """
-        self.check()
-        filled = bytearray(data[:size].ljust(size, b"\0"))
-        own = torch.frombuffer(filled, dtype=torch.uint8).to(self._wire)
-        rows = [row.cpu().numpy().tobytes() for row in collective(own)]
-        self.check_received()
-        return rows
-
-    def broadcast(self, buffers: Iterable[Tensor]) -> None:
-        """Fill byte buffers in CPU memory with rank 0's content.
-
-        A piece is prepared while the previous one is sent.
-        """
-        finish: Callable[[], None] = lambda: None  # noqa: E731
-        self.check()
-        for piece in (piece for buffer in buffers for piece in buffer.split(_PIECE)):
-            sent = piece.to(self._wire)
-            work = dist.broadcast(sent, src=0, group=self.group, async_op=True)
-            finish()
-            finish = partial(self._receive, work, sent, piece)
-        finish()
-        self.check_received()
-
-    def _receive(self, work: Any, sent: Tensor, piece: Tensor) -> None:
-        work.wait()
-        if sent is not piece and self.rank != 0:
-            piece.copy_(sent)
-
-    @property
-    def _wire(self) -> torch.device:
-        """The device whose tensors the group can send."""
-        return torch.device("cpu") if is_gloo("cpu", self.group) else self.device
+        try:
+            yield
+        finally:
+            self.check_received()
 
     def on_rank_zero(self, work: Callable[[], T], what: str) -> T:
-        """Run ``work`` on rank 0; every rank returns its result or raises its error.
+        """Run ``work`` on rank 0; every rank returns a copy of its result or raises its error.
 
         If rank 0 dies during the work, the control channel unblocks the other ranks.
 
@@ -167,8 +113,7 @@ class Ranks:
         message: Any = None
         if self.rank == 0:
             try:
-                result = work()
-                message = pickle.dumps(result)
+                message = pickle.dumps(work())
             except Exception as error:
                 own = error
                 message = _Failure.of(error)
@@ -176,7 +121,7 @@ class Ranks:
         if isinstance(message, _Failure):
             self.settle(what)
             raise own or message.to_error(what, rank=0)
-        return result if self.rank == 0 else pickle.loads(message)
+        return pickle.loads(message)  # type: ignore[no-any-return]
 
     def on_every_rank(self, work: Callable[[], T], what: str) -> T:
         """Run ``work`` on every rank; all raise the error of the lowest failing rank.

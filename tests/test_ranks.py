@@ -98,8 +98,7 @@ EXCHANGES: dict[str, Callable[[Ranks], Any]] = {
     "gather": lambda ranks: ranks.gather(1),
     "to_rank_zero": lambda ranks: ranks.to_rank_zero(1),
     "from_rank_zero": lambda ranks: ranks.from_rank_zero(1),
-    "all_equal": lambda ranks: ranks.all_equal(1),
-    "broadcast": lambda ranks: ranks.broadcast([torch.zeros(1, dtype=torch.uint8)]),
+    "broadcast": lambda ranks: ranks.broadcast(torch.zeros(1, dtype=torch.uint8)),
 }
 
 

@@ -148,7 +148,7 @@ def _copy_from_rank_zero(
             return path, torch.from_file(path, shared=is_copy, size=size, dtype=torch.uint8)
 
     path, content = ranks.on_every_rank(map_file, what)
-    ranks.broadcast([content])
+    ranks.broadcast(content)
     return ranks.on_every_rank(lambda: _open_archive(stack, path, name), what)
 
 

@@ -25,9 +25,9 @@ class RankConsistency(pl.Callback):
 
     It checks at the start of training, after every n-th step, and at the end. It
     compares all bits of parameters, optimiser states and statistics of synchronised
-    BatchNorm layers, with one checksum per tensor and a single collective. It skips
-    other buffers, which DDP broadcasts, and the state of a ``ZeroRedundancyOptimizer``.
-    With one rank it does nothing.
+    BatchNorm layers, with one checksum per tensor, of which the ranks exchange one
+    number. It skips other buffers, which DDP broadcasts, and the state of a
+    ``ZeroRedundancyOptimizer``. With one rank it does nothing.
 
     Args:
         every_n_steps: the number of optimiser steps between checks, or of training

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from statistics import median, median_low
 from typing import Any
 
@@ -25,9 +26,9 @@ Row = Mapping[str, Any]
 _logger = rank_logger(__name__, ranks=0)
 
 _OWN = ("data", "forward", "backward")  # parts of a step in which a rank does not wait
+_PARTS = (*_OWN, "waiting")
 _SAMPLES = 10  # steps that are measured between two comparisons
 _LEAST = 1.0  # ms a step; smaller differences are noise, as is what one comparison shows
-_OVER_AFTER = 3  # comparisons in which a rank is not slow
 
 
 class SlowRanks(pl.Callback):
@@ -68,7 +69,11 @@ class SlowRanks(pl.Callback):
         self.ratio = ratio
         self.report: list[Row] = []
         self._period = max(2, self.every_n_steps // _SAMPLES)  # of measured steps
-        self._ranks: list[Row] = []  # empty unless ranks are compared
+        self._start(is_measuring=False)
+
+    def _start(self, *, is_measuring: bool) -> None:
+        """Forget an earlier fit."""
+        self._is_measuring = is_measuring
         self._ended_at: float | None = None  # when the step before a measured one ended
         self._step: MeasuredStep | None = None  # until its times are known
         self._times: list[dict[str, float]] = []  # since the last comparison
@@ -77,25 +82,18 @@ class SlowRanks(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._ranks = []
-        strategy = trainer.strategy
-        if trainer.world_size > 1 and has_timers(strategy.model):
-            own = {"host": socket.gethostname(), "device": str(strategy.root_device)}
-            places = ranks_of(strategy).gather(own)
-            self._ranks = [{"rank": rank, **place} for rank, place in enumerate(places)]
-        elif trainer.world_size > 1:
+        has_ranks = trainer.world_size > 1
+        self._start(is_measuring=has_ranks and has_timers(trainer.strategy.model))
+        if has_ranks and not self._is_measuring:
             rank_zero_warn(
                 "SlowRanks measures nothing: it needs a strategy with torch's"
-                f" DistributedDataParallel, such as 'ddp' (got {type(strategy).__name__})"
+                f" DistributedDataParallel, such as 'ddp' (got {type(trainer.strategy).__name__})"
             )
 
-    @override
-    def on_train_epoch_start(self, *_: Any) -> None:
+    def _skip(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._ended_at = None  # what follows is not only the time for a batch
 
-    @override
-    def on_validation_start(self, *_: Any) -> None:
-        self._ended_at = None
+    on_train_epoch_start = on_validation_start = _skip
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -111,15 +109,12 @@ class SlowRanks(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if not self._ranks:
+        if not self._is_measuring:
             return
-        batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
-        if self._step is not None and self._step.model is not trainer.strategy.model:
-            self._step = None  # the strategy has built another one
-        times = None if self._step is None else self._step.times()
-        if times is not None:
+        if self._step is not None and self._step.is_over(trainer.strategy.model):
+            self._times += self._step.times
             self._step = None
-            self._times += [times] if times else []
+        batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         if batches % self.every_n_steps == 0:
             self._compare(trainer)
         is_next_measured = (batches + 1) % self._period == 0
@@ -128,35 +123,41 @@ class SlowRanks(pl.Callback):
 
     def _compare(self, trainer: pl.Trainer) -> None:
         """Compare the ranks. Collective: every rank must call it."""
-        parts = self._times[0] if self._times else {}
-        own = {part: median(times[part] for times in self._times) for part in parts}
+        own: dict[str, Any] = {
+            "rank": trainer.global_rank,
+            "host": socket.gethostname(),
+            "device": str(trainer.strategy.root_device),
+        }
+        if self._times:
+            own |= {part: median(map(itemgetter(part), self._times)) for part in _PARTS}
         self._times.clear()
-        rows = ranks_of(trainer.strategy).gather(own)
-        if not all(rows):  # some rank has measured no step
+        report = ranks_of(trainer.strategy).gather(own)
+        if not all("data" in row for row in report):  # some rank has measured no step
             return
-        self.report = [{**who, **row} for who, row in zip(self._ranks, rows, strict=True)]
+        self.report = report
         if trainer.is_global_zero:
             for logger in trainer.loggers:
-                logger.log_metrics(_metrics(self.report), step=trainer.global_step)
-            self._history.append(slow_parts(self.report, self.ratio))
+                logger.log_metrics(_metrics(report), step=trainer.global_step)
+            self._history.append(slow_parts(report, self.ratio))
             self._name_slow_ranks()
 
     def _name_slow_ranks(self) -> None:
-        """Log a line if other ranks are slow than the log says, or at another part."""
+        """Log a line if other ranks are slow than the log says, or at another part.
+
+        What only one of the last two comparisons shows changes nothing.
+        """
         *_, before, now = self._history
         lasting = {rank: part for rank, part in now.items() if before.get(rank) == part}
         if not lasting.items() <= self._named.items():
             self._named.update(lasting)
             _logger.warning(in_words(self.report, lasting))
-        for rank in list(self._named):
-            if not any(rank in slow for slow in self._history[-_OVER_AFTER:]):
-                del self._named[rank]
-                often = sum(rank in slow for slow in self._history)
-                all_comparisons = len(self._history) - 1
-                _logger.warning(
-                    f"rank {rank} is no longer slow; it was slow in {often} of {all_comparisons}"
-                    " comparisons"
-                )
+        for rank in self._named.keys() - before.keys() - now.keys():
+            del self._named[rank]
+            often = sum(rank in slow for slow in self._history)
+            _logger.warning(
+                f"rank {rank} is no longer slow; it was slow in {often} of"
+                f" {len(self._history) - 1} comparisons"
+            )
 
 
 def own_time(row: Row) -> float:
@@ -176,9 +177,8 @@ def slow_parts(report: Sequence[Row], ratio: float) -> dict[int, str]:
     {3: 'data'}
     """
     limit = median_low(map(own_time, report))
-    medians = {part: _median_of(report, part) for part in _OWN}
     return {
-        row["rank"]: max(_OWN, key=lambda part: row[part] - medians[part])
+        row["rank"]: max(_OWN, key=lambda part: row[part] - _median_of(report, part))
         for row in report
         if own_time(row) > max(limit * ratio, limit + _LEAST)
     }
@@ -192,29 +192,20 @@ def in_words(report: Sequence[Row], slow: Mapping[int, str]) -> str:
     >>> in_words(rows, {1: "data"})  # doctest: +ELLIPSIS
     'rank 1 (host b, cpu) is slow: 41 ms a step for data, median 9 ms; every step ...'
     """
-    host = report[next(iter(slow))]["host"]
-    is_whole_host = len(slow) > 1 and all(
-        (row["host"] == host) == (row["rank"] in slow) for row in report
-    )
-    clauses = [_clause(report, report[rank], part) for rank, part in slow.items()]
-    if is_whole_host:
-        clauses.insert(0, f"all ranks of host {host} are slow")
+    clauses = [
+        f"rank {rank} (host {report[rank]['host']}, {report[rank]['device']}) is slow:"
+        f" {report[rank][part]:.3g} ms a step for {part}, median {_median_of(report, part):.3g} ms"
+        for rank, part in slow.items()
+    ]
     wait = max(own_time(report[rank]) for rank in slow) - median_low(map(own_time, report))
     whom = "it" if len(slow) == 1 else "the slowest"
     return f"{listed(clauses, '; ')}; every step waits {wait:.3g} ms for {whom}"
 
 
-def _clause(report: Sequence[Row], row: Row, part: str) -> str:
-    return (
-        f"rank {row['rank']} (host {row['host']}, {row['device']}) is slow: {row[part]:.3g} ms a"
-        f" step for {part}, median {_median_of(report, part):.3g} ms"
-    )
-
-
 def _metrics(report: Sequence[Row]) -> dict[str, float]:
     metrics: dict[str, float] = {}
-    for part in (*_OWN, "waiting"):
-        slowest = max(report, key=lambda row: row[part])
+    for part in _PARTS:
+        slowest = max(report, key=itemgetter(part))
         metrics[f"slow_ranks/{part}_ms_max"] = slowest[part]
         metrics[f"slow_ranks/{part}_ms_median"] = _median_of(report, part)
         metrics[f"slow_ranks/{part}_rank"] = slowest["rank"]

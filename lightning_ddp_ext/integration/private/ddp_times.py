@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 _NEVER = 1 << 30  # steps
@@ -10,8 +11,8 @@ _NEVER = 1 << 30  # steps
 
 def has_timers(model: object) -> bool:
     """Whether this is a model in DDP, of a version of torch that has these timers."""
-    sets_rate = hasattr(model, "_set_ddp_runtime_logging_sample_rate")
-    return sets_rate and hasattr(model, "_get_ddp_logging_data")
+    names = ("_set_ddp_runtime_logging_sample_rate", "_get_ddp_logging_data")
+    return all(hasattr(model, name) for name in names)
 
 
 class MeasuredStep:
@@ -26,56 +27,60 @@ class MeasuredStep:
         data: the time for the step's batch, in ms.
 
     Attributes:
-        model: see the argument.
+        times: the times for data, forward, backward and waiting, in ms, as the only item
+            of a list; empty until they are known.
     """
 
     def __init__(self, model: Any, data: float) -> None:
-        self.model = model
+        self.times: list[dict[str, float]] = []
+        self._model = model
         self._data = data
-        self._is_synchronised = False
         self._moments: dict[str, float] = {}
         self._iteration: int | None = None
         model._set_ddp_runtime_logging_sample_rate(1)
         self._hooks = [
-            model.register_forward_pre_hook(self._start),
-            model.module.register_forward_pre_hook(lambda *_: self.mark("forward")),
-            model.register_forward_hook(lambda *_: self.mark("end of forward")),
+            model.register_forward_pre_hook(partial(self.mark, "start")),
+            model.module.register_forward_pre_hook(partial(self.mark, "forward")),
+            model.register_forward_hook(partial(self.mark, "end of forward")),
         ]
 
-    def _start(self, *_: Any) -> None:
-        self._is_synchronised = self.model.require_backward_grad_sync
-        self.mark("start")
+    def mark(self, event: str, *_: Any) -> None:
+        """Record the first time at which an event happens, such as ``"backward"``.
 
-    def mark(self, event: str) -> None:
-        """Record the first time at which an event happens, such as ``"backward"``."""
-        self._moments.setdefault(event, time.perf_counter())
+        Nothing is recorded in a step that only accumulates gradients.
+        """
+        if self._model.require_backward_grad_sync:
+            self._moments.setdefault(event, time.perf_counter())
 
-    def times(self) -> dict[str, float] | None:
-        """Return the times for data, forward, backward and waiting, in ms.
+    def is_over(self, model: Any) -> bool:
+        """Whether the times are known or remain unknown.
 
         Called after this step and each further one. DDP takes its times in the next
-        step, so the first call returns ``None``. The result is empty if this step did
-        not exchange gradients.
+        step. They remain unknown if this step did not exchange gradients, or the
+        strategy has built another model in DDP since.
         """
-        measured = self.model._get_ddp_logging_data()
+        measured = self._model._get_ddp_logging_data()
         iteration = measured.get("iteration", 0)
         if self._iteration is None:
             self._iteration = iteration
             for hook in self._hooks:
                 hook.remove()
-            return None if self._is_synchronised and "backward" in self._moments else {}
+        if "backward" not in self._moments or model is not self._model:
+            return True
         if iteration == self._iteration:
-            return None
-        self.model._set_ddp_runtime_logging_sample_rate(_NEVER)
+            return False
+        self._model._set_ddp_runtime_logging_sample_rate(_NEVER)
         for_buffers = self._between("start", "forward")
         for_values = self._between("end of forward", "backward")
         exchange = measured["backward_comm_time"] - measured["backward_compute_comm_overlap_time"]
-        return {
+        step = {
             "data": self._data,
             "forward": max(0.0, measured["forward_compute_time"] / 1e6 - for_buffers),
             "backward": max(0.0, measured["backward_compute_time"] / 1e6 - for_values),
             "waiting": max(0.0, exchange / 1e6) + for_buffers + for_values,
         }
+        self.times.append(step)
+        return True
 
     def _between(self, one: str, other: str) -> float:
         """Return the time between two events in ms; 0 unless they happened in this order."""
