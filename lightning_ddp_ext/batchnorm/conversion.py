@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -116,21 +115,16 @@ def convert(
     """Convert layers as ``convert_sync_batchnorm`` does.
 
     Returns:
-        The number of converted layers, and why others were not converted.
+        The number of converted layers, for the log.
     """
     chosen = choice.layers_in(module)
     converted: dict[str, BatchNorm] = {}
     with_own_code: list[str] = []
-    reasons: Counter[str] = Counter()
-    for layer, name in _layers_in(module):
-        if isinstance(layer, SyncBatchNorm):
-            reasons["synchronises already"] += 1
-        elif layer not in chosen:
-            reasons["not chosen"] += 1
-        elif can_synchronise(layer):
+    layers = _layers_in(module)
+    for layer, name in layers:
+        if can_synchronise(layer) and layer in chosen:
             converted[name] = layer
-        else:
-            reasons["has its own code"] += 1
+        elif layer in chosen and not isinstance(layer, SyncBatchNorm):
             with_own_code.append(f"{name} ({type(layer).__name__})")
     context = SyncContext(
         process_group,
@@ -141,12 +135,10 @@ def convert(
         synchronise(layer, replace(context, index=index))
     if with_own_code:
         warn(_warning_about(with_own_code))
-    line = (
-        f"SyncBatchNorm: {len(converted)} of {len(converted) + reasons.total()} layers,"
-        f" statistics over {context.world_size} ranks"
+    return (
+        f"SyncBatchNorm: {len(converted)} of {len(layers)} layers, statistics over"
+        f" {context.world_size} ranks"
     )
-    listed = ", ".join(f"{number} {reason}" for reason, number in reasons.items())
-    return f"{line}; not converted: {listed}" if reasons else line
 
 
 def restore_batchnorm(module: ModuleT) -> ModuleT:
