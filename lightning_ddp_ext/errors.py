@@ -110,7 +110,7 @@ class BatchNormError(DDPExtError, RuntimeError):
 
 
 class DivergenceError(DDPExtError, RuntimeError):
-    """The ranks differ in parameters, buffers, optimiser states or logged values.
+    """The ranks differ in parameters, optimiser states or logged values.
 
     It is raised on every rank.
 

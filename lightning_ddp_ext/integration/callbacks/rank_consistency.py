@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
-from torch.distributed import get_world_size
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_ddp_ext.arguments import integer
-from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.checksum import raise_if_different
 from lightning_ddp_ext.errors import ConfigurationError
 
@@ -23,15 +21,13 @@ from ..strategy_ranks import is_sharded, ranks_of
 class RankConsistency(pl.Callback):
     """Detects ranks with different weights.
 
-    It checks at the start of training, after every n-th step, and at the end. It
-    compares all bits of parameters, optimiser states and statistics of synchronised
-    BatchNorm layers, with one checksum per tensor, of which the ranks exchange one
-    number. It skips other buffers, which DDP broadcasts, and the state of a
-    ``ZeroRedundancyOptimizer``. With one rank it does nothing.
+    It checks at the start of training, after every n-th batch, and at the end. It
+    compares all bits of parameters and optimiser states, with one checksum per tensor,
+    of which the ranks exchange one number. It skips buffers, which DDP broadcasts, and
+    the state of a ``ZeroRedundancyOptimizer``. With one rank it does nothing.
 
     Args:
-        every_n_steps: the number of optimiser steps between checks, or of training
-            batches with manual optimisation.
+        every_n_steps: the number of training batches between checks.
 
     Raises:
         ConfigurationError: ``every_n_steps`` is not a positive integer, or, in ``fit``,
@@ -45,9 +41,8 @@ class RankConsistency(pl.Callback):
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
-        remedy = "pass every_n_steps=1 to check each step"
+        remedy = "pass every_n_steps=1 to check after each batch"
         self.every_n_steps = integer(every_n_steps, "every_n_steps", at_least=1, remedy=remedy)
-        self._compared_step = 0  # the last one
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -55,17 +50,15 @@ class RankConsistency(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        step = _steps(trainer)
-        if step % self.every_n_steps == 0 and step != self._compared_step:
-            self._compare(trainer, f"after step {step}")
+        batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        if batches % self.every_n_steps == 0:
+            self._compare(trainer, f"after batch {batches}")
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if _steps(trainer) != self._compared_step:
-            self._compare(trainer, "at the end of training")
+        self._compare(trainer, "at the end of training")
 
     def _compare(self, trainer: pl.Trainer, when: str) -> None:
-        self._compared_step = _steps(trainer)
         strategy = trainer.strategy
         if trainer.world_size == 1:
             return
@@ -75,44 +68,18 @@ class RankConsistency(pl.Callback):
                 "RankConsistency needs a strategy with the same model on each rank, such as 'ddp'"
                 f" without post-local SGD (got {type(strategy).__name__}); remove the callback"
             )
-        raise_if_different(_replica(trainer), ranks_of(strategy), when=when)
+        raise_if_different(dict(_replica(trainer)), ranks_of(strategy), when=when)
 
 
-def _steps(trainer: pl.Trainer) -> int:
-    """Return a count of steps that is the same on all ranks.
-
-    It is the same even if a module steps its optimisers on some ranks only.
-    """
-    if trainer.lightning_module.automatic_optimization:
-        return trainer.global_step
-    return trainer.fit_loop.epoch_loop.total_batch_idx + 1
-
-
-def _replica(trainer: pl.Trainer) -> dict[str, Tensor]:
-    """Return the tensors that must be the same on all ranks, by name."""
+def _replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that must be the same on all ranks, with their names."""
     model = trainer.lightning_module
-    parameters = {f"parameter {name}": value for name, value in model.named_parameters()}
-    return {
-        **parameters,
-        **dict(_synchronised_statistics(model, trainer.world_size)),
-        **dict(_optimizer_states(trainer)),
-    }
-
-
-def _synchronised_statistics(model: nn.Module, world_size: int) -> Iterator[tuple[str, Tensor]]:
-    for name, buffer in model.named_buffers():
-        layer = model.get_submodule(name.rpartition(".")[0])
-        if not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
-            continue  # each rank has its own statistics
-        if get_world_size(layer.process_group) == world_size:
-            yield f"buffer {name}", buffer
-
-
-def _optimizer_states(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield f"parameter {name}", parameter
     for index, optimizer in enumerate(trainer.optimizers):
         if is_sharded(optimizer):
             continue  # each rank has the state of different parameters
-        for name, parameter in trainer.lightning_module.named_parameters():
+        for name, parameter in model.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     yield f"optimizer {index}: {key} of {name}", value
