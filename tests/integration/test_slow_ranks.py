@@ -142,6 +142,28 @@ def test_the_times_go_to_the_loggers(tmp_path: Path) -> None:
     assert names == [f"slow_ranks/{part}_{end}" for part in parts for end in ends]
 
 
+def fit_twice(kind: Kind, directory: Path) -> list[dict[str, Any]]:
+    """Train without a comparison, and then up to one without a step whose times are known."""
+    callback = SlowRanks(every_n_steps=EVERY)
+    for accumulated, batches in ((1, EVERY - 1), (EVERY, EVERY)):
+        training.fit(
+            kind,
+            directory,
+            SlowNet(is_manual=False, logs=False),
+            callback,
+            max_epochs=1,
+            limit_val_batches=0,
+            limit_train_batches=batches,
+            accumulate_grad_batches=accumulated,
+        )
+    return callback.report
+
+
+def test_a_fit_does_not_compare_the_times_of_an_earlier_one(tmp_path: Path) -> None:
+    """Without times of its own, it reports nothing."""
+    assert on_ranks("ours", fit_twice, tmp_path) == [[], []]
+
+
 class WithoutDDP(DDPStrategy):
     """A strategy that does not wrap the model."""
 

@@ -99,7 +99,7 @@ class SlowRanks(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if self._ended_at is not None:
             data = (time.perf_counter() - self._ended_at) * 1e3
-            self._step = MeasuredStep(trainer.strategy.model, data)
+            self._step = MeasuredStep(trainer.strategy.model, data, self._times)
             self._ended_at = None
 
     @override
@@ -112,7 +112,6 @@ class SlowRanks(pl.Callback):
         if not self._is_measuring:
             return
         if self._step is not None and self._step.is_over(trainer.strategy.model):
-            self._times += self._step.times
             self._step = None
         batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         if batches % self.every_n_steps == 0:
@@ -206,7 +205,9 @@ def _metrics(report: Sequence[Row]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for part in _PARTS:
         slowest = max(report, key=itemgetter(part))
-        metrics[f"slow_ranks/{part}_ms_max"] = slowest[part]
-        metrics[f"slow_ranks/{part}_ms_median"] = _median_of(report, part)
-        metrics[f"slow_ranks/{part}_rank"] = slowest["rank"]
+        metrics |= {
+            f"slow_ranks/{part}_ms_max": slowest[part],
+            f"slow_ranks/{part}_ms_median": _median_of(report, part),
+            f"slow_ranks/{part}_rank": slowest["rank"],
+        }
     return metrics

@@ -25,14 +25,12 @@ class MeasuredStep:
     Args:
         model: the model in DDP; its next step is measured.
         data: the time for the step's batch, in ms.
-
-    Attributes:
-        times: the times for data, forward, backward and waiting, in ms, as the only item
-            of a list; empty until they are known.
+        times: gets the times for data, forward, backward and waiting, in ms, once they
+            are known.
     """
 
-    def __init__(self, model: Any, data: float) -> None:
-        self.times: list[dict[str, float]] = []
+    def __init__(self, model: Any, data: float, times: list[dict[str, float]]) -> None:
+        self._times = times
         self._model = model
         self._data = data
         self._moments: dict[str, float] = {}
@@ -73,13 +71,14 @@ class MeasuredStep:
         for_buffers = self._between("start", "forward")
         for_values = self._between("end of forward", "backward")
         exchange = measured["backward_comm_time"] - measured["backward_compute_comm_overlap_time"]
-        step = {
-            "data": self._data,
-            "forward": max(0.0, measured["forward_compute_time"] / 1e6 - for_buffers),
-            "backward": max(0.0, measured["backward_compute_time"] / 1e6 - for_values),
-            "waiting": max(0.0, exchange / 1e6) + for_buffers + for_values,
-        }
-        self.times.append(step)
+        self._times.append(
+            {
+                "data": self._data,
+                "forward": max(0.0, measured["forward_compute_time"] / 1e6 - for_buffers),
+                "backward": max(0.0, measured["backward_compute_time"] / 1e6 - for_values),
+                "waiting": max(0.0, exchange / 1e6) + for_buffers + for_values,
+            }
+        )
         return True
 
     def _between(self, one: str, other: str) -> float:
