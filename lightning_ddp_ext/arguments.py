@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from datetime import timedelta
 from numbers import Real
-from typing import Any, overload
+from typing import Any
 
 from lightning_ddp_ext.errors import ConfigurationError
 
@@ -41,10 +41,6 @@ def integer(
     return number
 
 
-@overload
-def to_timedelta(value: float | timedelta, *, field: str) -> timedelta: ...
-@overload
-def to_timedelta(value: None, *, field: str) -> None: ...
 def to_timedelta(value: float | timedelta | None, *, field: str) -> timedelta | None:
     """Convert a duration to a ``timedelta`` of at most 24 days.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any
 
 _MOST = 8
@@ -30,12 +31,9 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     'ranks 0-7, 9, 20, 22, 24, 26, 28, 30 and 144 more'
     """
     numbers = sorted(set(ranks))
-    ranges: list[list[int]] = []
-    for rank in numbers:
-        if ranges and rank == ranges[-1][-1] + 1:
-            ranges[-1].append(rank)
-        else:
-            ranges.append([rank])
+    # In a run of consecutive ranks, each rank has the same distance to its position.
+    runs = groupby(enumerate(numbers), key=lambda numbered: numbered[1] - numbered[0])
+    ranges = [[rank for _, rank in run] for _, run in runs]
     shown = ranges[:_MOST]
     left_out = len(numbers) - sum(map(len, shown))
     more = f" and {left_out} more" if left_out else ""

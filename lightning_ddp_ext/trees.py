@@ -60,19 +60,14 @@ class _RegisterOnImport(MetaPathFinder):
     It leaves finding modules to the other finders.
     """
 
-    _is_delegating = False
-
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in ADAPTERS or self._is_delegating:
+        if name not in ADAPTERS:
             return None
-        self._is_delegating = True
-        try:
-            found = (finder.find_spec(name, path, target) for finder in sys.meta_path)
-            spec = next((spec for spec in found if spec is not None), None)
-        finally:
-            self._is_delegating = False
+        others = (finder for finder in sys.meta_path if finder is not self)
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             _call_after_import(spec.loader, lambda: _register(name))
         return spec

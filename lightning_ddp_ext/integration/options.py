@@ -12,10 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp_ext.errors import ConfigurationError
 
 _SET_BY_LIGHTNING = ("module", "device_ids")
-# Arguments of earlier versions, and what replaces them.
-_REMOVED = {
-    "sampler": "pass a sampler to the loader, such as a ScalableDistributedSampler.",
-}
 
 
 def refuse_unknown(init: Callable[..., None], ddp_kwargs: Iterable[str]) -> None:
@@ -37,7 +33,6 @@ def refuse_unknown(init: Callable[..., None], ddp_kwargs: Iterable[str]) -> None
     ]
     similar = difflib.get_close_matches(unknown[0], [*own, *options], n=1)
     remedy = f"did you mean {similar[0]}?" if similar else "remove it."
-    remedy = _REMOVED.get(unknown[0], remedy)
     raise ConfigurationError(
         f"DDPExtStrategy has no argument {unknown[0]!r}; {remedy} Besides its own arguments, it"
         f" accepts those of DistributedDataParallel in torch {torch.__version__}:"

@@ -59,10 +59,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"timeout": timedelta(0)}, NOT_POSITIVE.format("timeout", timedelta(0))),
     ({"timeout": True}, NOT_A_DURATION.format("timeout", True)),
     ({"timeout": "60"}, NOT_A_DURATION.format("timeout", "60")),
-    (
-        {"sampler": "scalable"},
-        "DDPExtStrategy has no argument 'sampler'; pass a sampler to the loader, such as a Scal",
-    ),
     ({"exact_evaluation": 1}, "exact_evaluation must be True or False (got 1)"),
     ({"uneven_inputs": "join"}, "uneven_inputs must be None or 'stop_at_shortest' (got 'join')"),
     (
