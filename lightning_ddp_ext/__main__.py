@@ -59,7 +59,7 @@ def main() -> None:
     milliseconds = _time_all_reduce(strategy)
     if trainer.is_global_zero:
         print(
-            f"{strategy.rendezvous.init_method or 'env://'}: all-reduce of {_MIB} MiB in"
+            f"{strategy._rendezvous.init_method or 'env://'}: all-reduce of {_MIB} MiB in"
             f" {milliseconds:.1f} ms",
             flush=True,
         )

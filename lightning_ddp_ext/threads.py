@@ -1,4 +1,4 @@
-"""Start threads that use this process's CUDA device, and wait for the work of devices.
+"""Start threads that use this process's CUDA device.
 
 A new thread uses device 0. If it calls CUDA there, each rank of a host takes some
 hundred MiB of that device.
@@ -7,7 +7,7 @@ hundred MiB of that device.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -27,8 +27,6 @@ def start_thread(
 ) -> threading.Thread:
     """Start and return a thread that calls ``target`` on this process's device."""
     device = _device
-    if device is None and torch.cuda.is_initialized():
-        device = torch.device("cuda", torch.cuda.current_device())
 
     def run() -> None:
         if device is not None and device.type == "cuda":
@@ -40,10 +38,3 @@ def start_thread(
     thread = threading.Thread(target=run, name=name, daemon=daemon)
     thread.start()
     return thread
-
-
-def wait_for_gpus(devices: Iterable[torch.device]) -> None:
-    """Wait for the work in the current stream of each GPU among the devices."""
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()

@@ -29,10 +29,6 @@ ALLOWED = {
     "batchnorm.functions": {"_functions": "torch's kernels for statistics of several ranks"},
     "batchnorm.layer": {"_BatchNorm": "the base class of torch's layers"},
     "checkpoint.save": {"_parent": "fsspec's parent of a path"},
-    "integration.checkpoints.loading": {
-        "_load_from_state_dict": "whether a module changes the weights that it loads",
-        "_load_state_dict_pre_hooks": "whether a module changes the weights that it loads",
-    },
     "integration.data.evaluation": {
         "_defaults": "torchmetrics' neutral states",
         "_reductions": "which of torchmetrics' states are lists",
@@ -52,6 +48,8 @@ ALLOWED = {
         "_world": "the groups' names in the Flight Recorder",
     },
 }
+# Attributes of our strategy that others of our modules use.
+COLLABORATORS = {"_checkpoints", "_data", "_rendezvous"}
 DOCUMENTED = {"_current_frames", "_exit", "_getframe"}  # functions of os and sys
 # Functions that take the name of an attribute as a string.
 BY_TEXT = {
@@ -111,7 +109,7 @@ def names_of_others(module: str) -> set[str]:
     """Return the private names that a module uses and does not define."""
     tree = tree_of(module)
     used = {name for node in ast.walk(tree) for name in names_used_by(node)}
-    others = used - defined_in(tree) - DOCUMENTED
+    others = used - defined_in(tree) - COLLABORATORS - DOCUMENTED
     return {name for name in others if is_private(name) and not name.startswith("_ddpx_")}
 
 

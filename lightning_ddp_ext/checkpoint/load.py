@@ -21,7 +21,6 @@ from typing import Any, BinaryIO
 from zipfile import ZipFile, ZipInfo
 
 import torch
-from torch import Tensor, nn
 from torch.serialization import set_default_mmap_options
 
 from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError
@@ -244,28 +243,9 @@ def load(
     if map_weights and options.map_location is None and is_large:
         content = read(mmap=True)
         try:
-            return _with_own_memory_except_weights(content)
+            own = copy.deepcopy({**content, "state_dict": None})
+            own["state_dict"] = content["state_dict"]
+            return own
         except Exception:  # the state_dict is missing, or some object cannot be copied
             del content
     return read(mmap=False)
-
-
-def _with_own_memory_except_weights(content: Any) -> Any:
-    """Return a mapped checkpoint of which only the weights stay mapped."""
-    copies: dict[int, Any] = {}
-    own = copy.deepcopy({**content, "state_dict": None}, copies)
-    state_dict = content["state_dict"]
-    weights = [value for name, value in state_dict.items() if _is_only_copied(name, value)]
-    copies.update((id(weight), weight) for weight in weights)
-    own["state_dict"] = copy.deepcopy(state_dict, copies)
-    return own
-
-
-def _is_only_copied(name: str, value: Any) -> bool:
-    """Whether loading the model copies the value and keeps no reference to it."""
-    return (
-        type(value) in (Tensor, nn.Parameter)
-        and value.layout == torch.strided
-        and not value.is_quantized
-        and not name.endswith("_extra_state")
-    )

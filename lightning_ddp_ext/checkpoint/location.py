@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,18 +55,3 @@ def locate(path: PathOrUrl) -> Location:
             " /path/to/file or s3://bucket/key"
         ) from error
     return Location(fs, inner, url)
-
-
-@contextmanager
-def on_local_disk(location: Location) -> Iterator[str]:
-    """Yield a local path of the file, or of a temporary copy from an object store.
-
-    Raises:
-        Exception: the store's own error.
-    """
-    if location.local is not None:
-        yield str(location.local)
-        return
-    with tempfile.NamedTemporaryFile(prefix="checkpoint-") as file:
-        location.fs.get_file(location.path, file.name)
-        yield file.name

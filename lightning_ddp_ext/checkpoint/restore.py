@@ -12,13 +12,14 @@ import os
 import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_ddp_ext.checkpoint.load import Archive, LoadOptions, load, path_of, reading
-from lightning_ddp_ext.checkpoint.location import Location, on_local_disk
+from lightning_ddp_ext.checkpoint.location import Location
 from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.ranks import Ranks
 
@@ -62,25 +63,29 @@ def restore(
         if of_rank_zero.error is not None:
             raise of_rank_zero.error
         without_file = [rank for rank, each in enumerate(views) if each.file != of_rank_zero.file]
-        if without_file:
+        is_sent = bool(without_file)
+        how = "mapped by every rank"
+        if is_sent:
             rank = without_file[0]
             reason = f"rank {rank} on host {views[rank].host} does not see it"
             how = f"sent from rank 0 to all ranks ({reason})"
-            archive = _copy_from_rank_zero(stack, archive, ranks, location.url)
-            readers = list(range(ranks.world_size))
-        else:
-            how = "mapped by every rank"
-            readers = [rank for rank, each in enumerate(views) if each.host == view.host]
-        assert archive is not None, "this rank sees the file"
-        opened = archive
-        is_own_copy = bool(without_file) and ranks.rank != 0
-        kinds = {"map_weights": map_weights, "is_own_copy": is_own_copy}
+            size = of_rank_zero.file[1]
+            archive = _copy_from_rank_zero(stack, archive, size, ranks, location.url)
+        readers = [rank for rank, each in enumerate(views) if is_sent or each.host == view.host]
 
         def check_and_load() -> Any:
+            assert archive is not None, "this rank sees the file"
+            is_own_copy = is_sent and ranks.rank != 0
             with reading(location.url):
                 if options.verify:
-                    opened.check(readers.index(ranks.rank), len(readers))
-                return load(opened, options, ranks.device, **kinds)
+                    archive.check(readers.index(ranks.rank), len(readers))
+                return load(
+                    archive,
+                    options,
+                    ranks.device,
+                    map_weights=map_weights,
+                    is_own_copy=is_own_copy,
+                )
 
         content = ranks.on_every_rank(check_and_load, f"reading {location.url}")
     return Restored(content, how, options.verify and not of_rank_zero.has_checksums)
@@ -116,7 +121,10 @@ def _open(stack: ExitStack, location: Location, ranks: Ranks) -> tuple[Archive |
         return None, _View(host)
     try:
         with reading(location.url):
-            path = stack.enter_context(on_local_disk(location))
+            path = location.path
+            if location.local is None:
+                path = os.path.join(stack.enter_context(TemporaryDirectory()), "checkpoint")
+                location.fs.get_file(location.path, path)
             archive = _open_archive(stack, path, location.url)
     except CheckpointError as error:  # the other ranks are waiting for the view
         return None, _View(host, error=error)
@@ -126,25 +134,24 @@ def _open(stack: ExitStack, location: Location, ranks: Ranks) -> tuple[Archive |
 
 
 def _copy_from_rank_zero(
-    stack: ExitStack, archive: Archive | None, ranks: Ranks, name: str
+    stack: ExitStack, archive: Archive | None, size: int, ranks: Ranks, name: str
 ) -> Archive:
     """Return rank 0's archive, of which the other ranks get a copy in memory.
 
     The copy is open as long as ``stack``. Collective.
     """
     what = f"reading {name}"
-    size = ranks.from_rank_zero(None if archive is None else archive.status.st_size)
+    is_copy = ranks.rank != 0
 
     def map_file() -> tuple[str, Tensor]:
         with reading(name):
-            if ranks.rank == 0:
-                assert archive is not None, "rank 0 has opened the file"
-                path = archive.path
-            else:
+            if is_copy:
                 descriptor = os.memfd_create("checkpoint")
                 stack.callback(os.close, descriptor)
                 path = path_of(descriptor)
-            is_copy = ranks.rank != 0
+            else:
+                assert archive is not None, "rank 0 has opened the file"
+                path = archive.path
             return path, torch.from_file(path, shared=is_copy, size=size, dtype=torch.uint8)
 
     path, content = ranks.on_every_rank(map_file, what)

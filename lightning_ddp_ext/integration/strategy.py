@@ -1,18 +1,19 @@
 """The strategy, which delegates each of Lightning's hooks to its collaborators.
 
-===============  ==================================================================
-Collaborator     Its question
-===============  ==================================================================
-``rendezvous``   How do the ranks connect?
-``files``        Where is the stop checkpoint?
-``checkpoints``  What do all ranks do to save or restore? Has an exception ended the run?
-``stops``        At which step do all ranks stop after a signal?
-``last_step``    Which rank saves the last finished step after a failure?
-``data``         What does each rank read (``uneven``, ``evaluation``), and where does an
-                 epoch continue (``resume``)?
-``metrics``      How are logged values reduced?
-``averaging``    Which gradients does DDP average?
-===============  ==================================================================
+================  =================================================================
+Collaborator      Its question
+================  =================================================================
+``_rendezvous``   How do the ranks connect?
+``_files``        Where is the stop checkpoint?
+``_checkpoints``  What do all ranks do to save or restore? Has an exception ended the
+                  run?
+``_stops``        At which step do all ranks stop after a signal?
+``_last_step``    Which rank saves the last finished step after a failure?
+``_data``         What does each rank read (``uneven``, ``evaluation``), and where does
+                  an epoch continue (``resume``)?
+``_metrics``      How are logged values reduced?
+``_averaging``    Which gradients does DDP average?
+================  =================================================================
 
 In a run, Lightning calls ``connect``, ``setup_environment``, ``setup``, the hooks of
 training and evaluation, and ``teardown``. Calls that every rank must make, such as
@@ -39,7 +40,6 @@ from lightning_ddp_ext.supervision.stacks import caller_in_lightning
 from lightning_ddp_ext.world import World
 
 from .callbacks.rank_debugger import rank_debugger_of
-from .checkpoints.best_checkpoints import share_best_checkpoints
 from .checkpoints.checkpoint_io import RankZeroCheckpointIO
 from .checkpoints.collective import Checkpoints
 from .checkpoints.run_files import RunFiles
@@ -105,7 +105,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             SIGTERM, Ctrl-C or SLURM's signal, or by a rank that fails or dies. A file
             name is placed in a folder of the command and of the number of the fit,
             beside the other checkpoints, where ``ckpt_path="last"`` finds it. A path is
-            used as it is. ``None`` saves nothing, except for a requeue by SLURM.
+            used as it is. ``None`` saves nothing.
         save_deadline: seconds or ``timedelta`` between a signal or exception and the
             moment when ranks are killed without saving; ``None``: 25 s under torchrun,
             which kills ranks after 30 s, and 10 minutes elsewhere.
@@ -191,7 +191,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.devices_per_rank = integer(
             devices_per_rank, "devices_per_rank", at_least=1, remedy=remedy
         )
-        self.rendezvous = Rendezvous(
+        self._rendezvous = Rendezvous(
             init_method,
             init_timeout=init_timeout,
             heartbeat_timeout=heartbeat_timeout,
@@ -199,22 +199,22 @@ class DDPExtStrategy(RankDevicesStrategy):
             interface=interface,
         )
         deadline = to_timedelta(save_deadline, field="save_deadline") or default_deadline()
-        self.files = RunFiles(stop_checkpoint)
-        self.checkpoints = Checkpoints(self, deadline)
-        self.stops = StopController(self, self.files, self.checkpoints, deadline)
+        self._files = RunFiles(stop_checkpoint)
+        self._checkpoints = Checkpoints(self, deadline)
+        self._stops = StopController(self, self._files, self._checkpoints, deadline)
         self._replaced = ReplacedMethods()
-        self.data = TrainerLoaders(
+        self._data = TrainerLoaders(
             self,
-            self.checkpoints,
-            self.stops,
+            self._checkpoints,
+            self._stops,
             self._replaced,
             exact_evaluation=exact_evaluation,
             uneven_inputs=uneven_inputs,
             resume_data=resume_data,
         )
-        self.metrics = LoggedValues(self, self.checkpoints, self.data.evaluation)
-        self.last_step = LastStepSaver(self, self.files, self.stops, self.data.resume)
-        self.averaging = GradientAveraging(
+        self._metrics = LoggedValues(self, self._checkpoints, self._data.evaluation)
+        self._last_step = LastStepSaver(self, self._files, self._stops, self._data.resume)
+        self._averaging = GradientAveraging(
             self,
             hook=ddp_comm_hook,
             wrapper=ddp_comm_wrapper,
@@ -241,10 +241,10 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def _configure_launcher(self) -> None:
         parts = Collaborators(
-            rendezvous=self.rendezvous,
-            files=self.files,
-            last_step=self.last_step,
-            deadline=self.stops.deadline,
+            rendezvous=self._rendezvous,
+            files=self._files,
+            last_step=self._last_step,
+            deadline=self._stops.deadline,
         )
         if self._start_method == "popen":
             self._launcher = ScriptLauncher(self, parts)
@@ -255,7 +255,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def setup_distributed(self) -> None:
         self.set_world_ranks()
         debugger = rank_debugger_of(trainer_of(self.lightning_module))
-        self.rendezvous.join(self, is_debugged=debugger is not None)
+        self._rendezvous.join(self, is_debugged=debugger is not None)
         super().setup_distributed()  # keeps the existing group
 
     # Checkpoints.
@@ -277,39 +277,35 @@ class DDPExtStrategy(RankDevicesStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathOrUrl, storage_options: Any = None
     ) -> None:
-        is_together = self.checkpoints.save(
+        self._checkpoints.save(
             checkpoint,
             filepath,
             storage_options,
             add_states=partial(
-                self.data.resume.save_to,
+                self._data.resume.save_to,
                 checkpoint,
                 f"saving {os.fspath(filepath)}",
             ),
         )
-        trainer = trainer_of(self.lightning_module)
-        is_own = getattr(trainer, "strategy", None) is self  # another may use the module now
-        if is_own and is_together:
-            share_best_checkpoints(trainer)
 
     @override
     def remove_checkpoint(self, filepath: PathOrUrl) -> None:
-        self.checkpoints.remove(filepath)
+        self._checkpoints.remove(filepath)
 
     @override
     def load_checkpoint(
         self, checkpoint_path: PathOrUrl, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        is_restore = self.checkpoints.is_restoring(checkpoint_path)
-        checkpoint = self.checkpoints.load(checkpoint_path, weights_only=weights_only)
+        is_restore = self._checkpoints.is_restoring(checkpoint_path)
+        checkpoint = self._checkpoints.load(checkpoint_path, weights_only=weights_only)
         if is_restore:
-            self.data.resume.restore(checkpoint)
+            self._data.resume.restore(checkpoint)
         return checkpoint
 
     def _restore_chosen_file(
         self, restore: Callable[..., None], path: PathOrUrl | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        self.checkpoints.restore(restore, self.files.chosen(path), *args, **kwargs)
+        self._checkpoints.restore(restore, self._files.chosen(path), *args, **kwargs)
 
     # The Trainer's run.
 
@@ -319,7 +315,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         if trainer_of(model) is not None:  # a user may connect a model without a run
             self.set_world_ranks()  # not yet set in a spawned rank
             # configure_callbacks runs next and may load the data.
-            self.data.attach(model.trainer)
+            self._data.attach(model.trainer)
 
     @override
     def setup_environment(self) -> None:
@@ -332,44 +328,44 @@ class DDPExtStrategy(RankDevicesStrategy):
         super().setup_environment()
         # Now, because later hooks of the run would also wait for the store. On each run,
         # because the ranks may have been given different paths.
-        find = partial(self.files.find, trainer)
-        self.files.found = self.checkpoints.on_rank_zero(find, "finding the checkpoint")
+        find = partial(self._files.find, trainer)
+        self._files.found = self._checkpoints.on_rank_zero(find, "finding the checkpoint")
         self._replaced.restore_checkpoint_by(trainer, self._restore_chosen_file)
-        self.metrics.start_run()
-        self.stops.attach(trainer, self._replaced)
+        self._metrics.start_run()
+        self._stops.attach(trainer, self._replaced)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if type(self._layer_sync) is pl.plugins.TorchSyncBatchNorm:
             self._layer_sync = RanksLayerSync()
         super().setup(trainer)
-        self.last_step.start()
+        self._last_step.start()
 
     @override
     def on_train_start(self) -> None:
-        self.averaging.check_first_step()
-        self.data.uneven.report_step_if_even()
-        self.data.on_train_start()
-        self.stops.weights.on_train_start(trainer_of(self.lightning_module))
+        self._averaging.check_first_step()
+        self._data.uneven.report_step_if_even()
+        self._data.on_train_start()
+        self._stops.weights.on_train_start(trainer_of(self.lightning_module))
 
     @override
     def on_train_end(self) -> None:
-        self.data.uneven.report_step_if_even()
-        self.stops.at_end()
+        self._data.uneven.report_step_if_even()
+        self._stops.at_end()
 
     @override
     def on_validation_end(self) -> None:
-        self.data.resume.on_validation_end()
-        self.stops.weights.after_validation()
+        self._data.resume.on_validation_end()
+        self._stops.weights.after_validation()
         self._end_evaluation()
 
     def _start_evaluation(self) -> None:
-        self.data.uneven.report_step_if_even()
+        self._data.uneven.report_step_if_even()
 
     def _end_evaluation(self) -> None:
-        self.data.evaluation.end()
-        self.data.uneven.report_step_if_even()
-        self.stops.at_end_of_evaluation()
+        self._data.evaluation.end()
+        self._data.uneven.report_step_if_even()
+        self._stops.at_end_of_evaluation()
 
     on_validation_start = on_test_start = on_predict_start = _start_evaluation
     on_test_end = on_predict_end = _end_evaluation
@@ -377,59 +373,59 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def teardown(self) -> None:
         try:
-            self.checkpoints.finish()
-            self.files.remove_obsolete(trainer_of(self.lightning_module))
+            self._checkpoints.finish()
+            self._files.remove_obsolete(trainer_of(self.lightning_module))
             super().teardown()
         finally:
             self._replaced.undo_all()
-            self.last_step.end()
-            self.stops.detach()
+            self._last_step.end()
+            self._stops.detach()
 
     # DDP.
 
     @override
     def configure_ddp(self) -> None:
         super().configure_ddp()
-        self.averaging.on_ddp_formed()
+        self._averaging.on_ddp_formed()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         message = str(exception)  # Lightning replaces it
         super().on_exception(exception)
-        self.averaging.name_unused(exception, message)
+        self._averaging.name_unused(exception, message)
 
     # Steps.
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.data.on_train_batch_start(batch)
-        if self.averaging.frozen:
-            self.averaging.include_unfrozen()
+        self._data.on_train_batch_start(batch)
+        if self._averaging.frozen:
+            self._averaging.include_unfrozen()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.metrics.step(is_training=True):
+        with self._metrics.step(is_training=True):
             return super().training_step(*args, **kwargs)
 
     @override
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        self.metrics.flush()
-        if self.averaging.frozen:
-            self.averaging.refuse_unfrozen()
+        self._metrics.flush()
+        if self._averaging.frozen:
+            self._averaging.refuse_unfrozen()
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.stops.at_step()
-        with self.data.evaluation.step(), self.metrics.step(is_training=False):
+        self._stops.at_step()
+        with self._data.evaluation.step(), self._metrics.step(is_training=False):
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.stops.at_step()
-        with self.data.evaluation.step(), self.metrics.step(is_training=False):
+        self._stops.at_step()
+        with self._data.evaluation.step(), self._metrics.step(is_training=False):
             return super().test_step(*args, **kwargs)
 
     @property
@@ -438,11 +434,11 @@ class DDPExtStrategy(RankDevicesStrategy):
 
         Hooks can also read this.
         """
-        return self.data.evaluation.is_idle
+        return self._data.evaluation.is_idle
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.stops.at_step()
+        self._stops.at_step()
         return super().predict_step(*args, **kwargs)
 
     # Calls that every rank must make.
@@ -456,9 +452,9 @@ class DDPExtStrategy(RankDevicesStrategy):
                 barrier, or did not call it within ``timeout``.
         """
         # After an exception some ranks never call this, so a save must not wait here.
-        if self.checkpoints.is_interrupted:
+        if self._checkpoints.is_interrupted:
             return
-        self.metrics.flush()
+        self._metrics.flush()
         is_past_barrier = enter_call(f"barrier {name!r}" if name else "a barrier")
         is_on_accelerator = self.root_device.type != "cpu"  # whose earlier work has to end
         if is_on_accelerator or not is_past_barrier:
@@ -466,9 +462,9 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        if self.checkpoints.is_handling_exception:
+        if self._checkpoints.is_handling_exception:
             return obj
-        self.metrics.flush()
+        self._metrics.flush()
         trainer = trainer_of(self.lightning_module)
         is_training = trainer is not None and trainer.training
         enter_broadcast(src, caller_in_lightning(), is_training=is_training)
@@ -478,10 +474,10 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self.checkpoints.is_handling_exception:
+        if self._checkpoints.is_handling_exception:
             return decision
         caller = caller_in_lightning()
-        self.metrics.flush()
+        self._metrics.flush()
         enter_decision(caller)
         if all:
             # Lightning counts the ranks that agree, but an idle rank must not count. So
@@ -496,14 +492,14 @@ class DDPExtStrategy(RankDevicesStrategy):
     def all_gather(
         self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> torch.Tensor:
-        self.metrics.flush()
+        self._metrics.flush()
         return super().all_gather(tensor, group, sync_grads)
 
     @property
     @override
     def reduce(self) -> Reduction:
         """Lightning's method; see :class:`Reduction`."""
-        return Reduction(self.metrics)
+        return Reduction(self._metrics)
 
     def on_rank_zero(self, work: Callable[[], T], *, what: str = "work") -> T:
         """Run ``work`` on rank 0, and return its result on every rank.
@@ -513,4 +509,4 @@ class DDPExtStrategy(RankDevicesStrategy):
         When the Trainer is interrupted, rank 0 works alone and the other ranks get
         ``None``.
         """
-        return self.checkpoints.on_rank_zero(work, what)  # type: ignore[no-any-return]
+        return self._checkpoints.on_rank_zero(work, what)  # type: ignore[no-any-return]

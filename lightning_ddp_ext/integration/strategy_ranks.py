@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import RankFailedError
@@ -53,6 +54,21 @@ def _wait_at_end(context: ProcessContext, what: str) -> None:
     """
     with suppress(RankFailedError):
         context.barriers.enter(f"the end of {what}")
+
+
+def may_have_partial_sums(strategy: pl.strategies.Strategy) -> bool:
+    """Whether an abort of NCCL may have made an optimiser step use partial sums.
+
+    With NCCL, first wait for the devices, as copying the weights does, because an
+    optimiser step that is waiting there for a dead rank is aborted only later.
+    """
+    context = current()
+    if context is None or not context.groups.uses_nccl:
+        return False
+    for device in getattr(strategy, "rank_devices", [strategy.root_device]):
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+    return context.groups.has_aborted_nccl
 
 
 def is_sharded(optimizer: object) -> bool:

@@ -97,8 +97,8 @@ class SyncBatchNormConversion(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        has_choice = not self._choice.is_all
-        if stage == "fit" and has_choice and layer_sync_of(trainer.strategy) is not None:
+        is_refused = not self._choice.is_all and layer_sync_of(trainer.strategy) is not None
+        if stage == "fit" and is_refused:
             raise ConfigurationError(
                 "sync_batchnorm=True synchronises all layers, but SyncBatchNormConversion selects"
                 " some of them; remove sync_batchnorm=True"

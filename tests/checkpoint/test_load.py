@@ -46,22 +46,16 @@ def test_everything_but_the_weights_is_in_memory_of_this_process(tmp_path: Path)
 
 
 def test_weights_stay_in_the_file_until_they_are_dropped(tmp_path: Path) -> None:
-    """The file is mapped until the weights are dropped.
-
-    Tensors outside of the state dict, and a module's extra state, are copies.
-    """
+    """The file is mapped until the state dict is dropped; all other tensors are copies."""
     path = tmp_path / "it.ckpt"
     weight = content.numbers(content.MAPPED)
     weights = {"a": weight, "part": weight[100:], "small": content.numbers(3)}
-    extra = {"one._extra_state": weight[:5000], "other._extra_state": {"inner": weight[:5000]}}
-    checkpoint = {"state_dict": {**weights, **extra}, "same": weight, "kept": weight[5:]}
+    checkpoint = {"state_dict": weights, "same": weight, "kept": weight[5:]}
     torch.save(checkpoint, path)
     value = content.restored(path, map_weights=True)
     assert is_mapped(path)
     assert content.same(value, checkpoint)
-    for name in weights:
-        del value["state_dict"][name]
-        del checkpoint["state_dict"][name]
+    del value["state_dict"], checkpoint["state_dict"]
     assert not is_mapped(path)
     os.truncate(path, 0)
     assert content.same(value, checkpoint)

@@ -117,11 +117,6 @@ STOPS = [
         Stop([SLOWLY, USR1, "resume="]), id="scancel --signal, without an argument to resume"
     ),
     pytest.param(
-        Stop([SLOWLY, USR1, "stop_checkpoint=None"]),
-        id="without a stop checkpoint",
-        marks=pytest.mark.nightly,
-    ),
-    pytest.param(
         Stop([SLOWLY, "command=scontrol requeue $SLURM_JOB_ID"]),
         id="scontrol requeue",
         marks=pytest.mark.nightly,

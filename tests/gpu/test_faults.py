@@ -103,7 +103,7 @@ def train_with_fault(
         enable_checkpointing=True,
         num_sanity_val_steps=0,
     )
-    rendezvous = trainer.strategy.rendezvous
+    rendezvous = trainer.strategy._rendezvous
     grace = dict.fromkeys(rendezvous.timeouts.grace, SECONDS_TO_RAISE)
     rendezvous.timeouts = replace(rendezvous.timeouts, grace=grace)
     trainer.fit(Faulty(fault, directory / "struck"))

@@ -184,7 +184,7 @@ DEADLOCKS = [
 def make_strategy(directory: Path, seconds: float) -> DDPExtStrategy:
     """Return a strategy that compares the ranks after some seconds in a call."""
     strategy = DDPExtStrategy(f"file://{directory}/store")
-    strategy.rendezvous.timeouts = replace(strategy.rendezvous.timeouts, deadlock=seconds)
+    strategy._rendezvous.timeouts = replace(strategy._rendezvous.timeouts, deadlock=seconds)
     return strategy
 
 

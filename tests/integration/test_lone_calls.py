@@ -299,7 +299,7 @@ def fit_late(rank: int, world_size: int, url: str, model: Net, process_group_bac
     strategy = DDPExtStrategy(
         url, timeout=30, process_group_backend=training.backend(process_group_backend)
     )
-    strategy.rendezvous.timeouts = replace(strategy.rendezvous.timeouts, answer=ANSWER)
+    strategy._rendezvous.timeouts = replace(strategy._rendezvous.timeouts, answer=ANSWER)
     trainer = training.make_trainer(strategy, devices=world_size, limit_val_batches=0)
     trainer.fit(model)
 

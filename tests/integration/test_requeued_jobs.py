@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.harness.environment import Environment, by_srun
-from tests.harness.ranks import Outcome, launch_ranks, run_ranks
+from tests.harness.ranks import Outcome, launch_ranks
 from tests.integration import continuing
 
 
@@ -77,12 +77,3 @@ def test_another_job_resumes_only_if_it_is_asked_to(ckpt_path: str | None, tmp_p
     resumes = ckpt_path is not None
     assert [outcome.result for outcome in outcomes] == [resumes] * 2, outcomes[0].story()
     assert saved.exists() is not resumes
-
-
-def test_a_requeued_job_resumes_without_a_stop_checkpoint(tmp_path: Path) -> None:
-    """The job itself saves for its requeue, so ``ckpt_path="last"`` finds that file."""
-    job = by_srun()
-    options: dict[str, Any] = {"ckpt_path": "last", "stop_checkpoint": None}
-    first_runs = run_ranks(train, 2, tmp_path, is_stopped=True, env=job, **options)
-    next_runs = run_ranks(train, 2, tmp_path, is_stopped=False, env=requeued(job), **options)
-    assert (first_runs, next_runs) == ([False, False], [True, True])

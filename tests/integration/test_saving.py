@@ -265,7 +265,7 @@ def test_nothing_is_saved_once_nccl_was_aborted(tmp_path: Path) -> None:
     assert other.fitting.startswith("RankFailedError: ")
     assert failed.fitting == "ValueError: on purpose"
     for errors in (other, failed):
-        assert "NCCL was aborted after rank 1 (host " in errors.saving
+        assert "NCCL was aborted after a failure" in errors.saving
     directory = tmp_path / "ours"
     assert [(directory / name).read_text() for name in ("rest.ckpt", "last.ckpt")] == [
         "earlier"

@@ -82,7 +82,7 @@ def read_before_and_after_fit(kind: training.Kind, directory: Path) -> list[dict
 def world_and_init_method(strategy: Any) -> dict[str, Any]:
     """Return the strategy's world, and the init method of a pickled copy."""
     copy = pickle.loads(pickle.dumps(strategy))
-    return {"world": strategy.world, "init method of copy": str(copy.rendezvous.init_method)}
+    return {"world": strategy.world, "init method of copy": str(copy._rendezvous.init_method)}
 
 
 def test_the_world_is_known_and_the_strategy_can_be_pickled(tmp_path: Path) -> None:

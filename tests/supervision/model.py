@@ -92,8 +92,8 @@ def fit(
     the strategy's.
     """
     strategy = training.make_strategy("ours", directory, **options)
-    timeouts = strategy.rendezvous.timeouts
-    strategy.rendezvous.timeouts = replace(timeouts, grace={**timeouts.grace, **grace})
+    timeouts = strategy._rendezvous.timeouts
+    strategy._rendezvous.timeouts = replace(timeouts, grace={**timeouts.grace, **grace})
     make_trainer(world_size, strategy, *callbacks).fit(net or Net())
 
 

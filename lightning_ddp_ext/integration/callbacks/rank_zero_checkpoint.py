@@ -55,11 +55,10 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._replaced.undo_all()
         self._checkpoints = None
         strategy = trainer.strategy
         if isinstance(strategy, DDPExtStrategy):
-            self._checkpoints = strategy.checkpoints
+            self._checkpoints = strategy._checkpoints
         elif type(strategy).save_checkpoint is pl.strategies.Strategy.save_checkpoint:
             self._checkpoints = Checkpoints(strategy)
             self._checkpoints.install(trainer, self._replaced)

@@ -52,7 +52,7 @@ class SamplerEpochSeeding(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        data = getattr(trainer.strategy, "data", None)
+        data = getattr(trainer.strategy, "_data", None)
         if isinstance(data, TrainerLoaders):  # our strategy wraps the loaders itself
             data.worker_seed = self.seed
         else:

@@ -13,7 +13,6 @@ from lightning_ddp_ext.checkpoint.load import LoadOptions, MapLocation
 from lightning_ddp_ext.checkpoint.location import PathOrUrl, locate
 from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.save import remove, write
-from lightning_ddp_ext.forced_exit import delaying_forced_exit
 from lightning_ddp_ext.ranks import Ranks
 
 from ..private.lightning_tree import pl, rank_zero_info, rank_zero_warn
@@ -55,8 +54,6 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         weights_only: bool | None = None,
     ) -> None:
         self.load_options = LoadOptions(map_location, weights_only, verify)
-        # Seconds for which an unfinished save delays a forced exit of this process.
-        self.deadline = 600.0
 
     @override
     def save_checkpoint(
@@ -74,8 +71,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
                 "storage_options is not supported by RankZeroCheckpointIO (got"
                 f" {storage_options!r}); configure the file system with fsspec's own settings"
             )
-        with delaying_forced_exit(self.deadline):
-            write(checkpoint, path)
+        write(checkpoint, path)
 
     @override
     def load_checkpoint(
@@ -87,8 +83,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
             CheckpointError: the checkpoint cannot be read.
         """
         # Lightning does not tell the rank's device, but selects it on a GPU.
-        uses_gpu = torch.cuda.is_initialized()
-        device = torch.device("cuda", torch.cuda.current_device()) if uses_gpu else Ranks.device
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         ranks = Ranks(device=device)
         return self.read(path, ranks, map_location, weights_only)  # type: ignore[no-any-return]
 

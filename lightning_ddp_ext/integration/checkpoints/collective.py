@@ -16,21 +16,24 @@ from typing import Any
 
 from lightning_ddp_ext.checkpoint.load import MapLocation
 from lightning_ddp_ext.checkpoint.location import PathOrUrl
-from lightning_ddp_ext.errors import CheckpointSaveError, DDPExtError, RankFailedError
+from lightning_ddp_ext.errors import (
+    CheckpointError,
+    CheckpointSaveError,
+    DDPExtError,
+    RankFailedError,
+)
 from lightning_ddp_ext.forced_exit import delaying_forced_exit
 from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.runs import Run, current_run
 from lightning_ddp_ext.supervision.failure import explain, may_be_echo
 from lightning_ddp_ext.supervision.stacks import call_site
-from lightning_ddp_ext.threads import wait_for_gpus
 
 from ..private.compat import trainer_of
-from ..private.lightning_tree import TrainerStatus, pl, rank_zero_warn
+from ..private.lightning_tree import TrainerStatus, fabric, pl, rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
-from ..strategy_ranks import ranks_of
+from ..strategy_ranks import may_have_partial_sums, ranks_of
 from .checkpoint_io import RankZeroCheckpointIO
-from .loading import may_keep_weights, raise_unless_saved_by_trainer
 
 AsyncCheckpointIO = pl.plugins.AsyncCheckpointIO
 
@@ -83,9 +86,11 @@ class Checkpoints:
         storage_options: Any = None,
         *,
         add_states: Callable[..., object] = lambda *, is_alone: None,
-    ) -> bool:
-        """Write a checkpoint on rank 0, and return whether all ranks saved it together.
+    ) -> None:
+        """Write a checkpoint on rank 0.
 
+        The ``ModelCheckpoint`` callbacks of all ranks get rank 0's record of the best
+        files, since ranks that monitor different values would record different ones.
         Collective: every rank must call it, unless the Trainer is interrupted.
 
         Args:
@@ -99,18 +104,23 @@ class Checkpoints:
             CheckpointSaveError: an abort of NCCL may have made the weights wrong.
             Exception: the error of rank 0's save, on every rank.
         """
-        if self._weights_may_be_wrong():
-            refusal = _refusal_after_abort(path)
+        if may_have_partial_sums(self._strategy):
+            refusal = (
+                f"cannot save checkpoint {os.fspath(path)}: NCCL was aborted after a failure, and a"
+                " queued optimiser step may have used the gradients of only some ranks; an existing"
+                " file is left untouched, so continue from the last checkpoint"
+            )
             if not self.is_handling_exception:
                 raise CheckpointSaveError(refusal, path=path)
             rank_zero_warn(refusal)  # the user already sees another error
-            return False
+            return
         is_written = False
 
-        def write() -> None:
+        def write() -> list[dict[str, Any]]:
             nonlocal is_written
-            self._write(checkpoint, path, storage_options)
+            records = self._write(checkpoint, path, storage_options)
             is_written = True
+            return records
 
         def save_alone() -> None:
             add_states(is_alone=True)
@@ -119,18 +129,31 @@ class Checkpoints:
 
         if self._is_alone:
             save_alone()
-            return False
+            return
         try:
             add_states(is_alone=False)
-            self.on_rank_zero(write, f"saving {os.fspath(path)}")
+            records = self.on_rank_zero(write, f"saving {os.fspath(path)}")
         except RankFailedError:
             # As with stock, the file of `if trainer.is_global_zero:` after a fit is not lost.
             if self._is_alone and not is_written:
                 save_alone()
             raise
-        return not self._is_alone  # a rank may have died meanwhile
+        if not self._strategy.is_global_zero:
+            for callback, record in zip(self._callbacks, records, strict=True):
+                vars(callback).update(record)
 
-    def _write(self, checkpoint: dict[str, Any], path: PathOrUrl, storage_options: Any) -> None:
+    @property
+    def _callbacks(self) -> list[pl.callbacks.ModelCheckpoint]:
+        """The callbacks that save, if the Trainer still has this strategy."""
+        if getattr(self._trainer, "strategy", None) is not self._strategy:
+            return []
+        callbacks = self._trainer.checkpoint_callbacks
+        return [each for each in callbacks if isinstance(each, pl.callbacks.ModelCheckpoint)]
+
+    def _write(
+        self, checkpoint: dict[str, Any], path: PathOrUrl, storage_options: Any
+    ) -> list[dict[str, Any]]:
+        """Write a checkpoint, and return the callbacks' records of the best files."""
         self._wait()
         own_io = self.foreground_io
         io = self._strategy.checkpoint_io if self._is_in_background else own_io
@@ -141,10 +164,12 @@ class Checkpoints:
         except Exception:
             self.finish_earlier()  # so that a background error is not raised a second time
             raise
+        records = [pl.callbacks.ModelCheckpoint.state_dict(each) for each in self._callbacks]
+        return fabric.utilities.move_data_to_device(records, "cpu")  # type: ignore[no-any-return]
 
     def remove(self, path: PathOrUrl) -> None:
         """Remove a checkpoint on rank 0. Collective: every rank must call it."""
-        if self._weights_may_be_wrong():
+        if may_have_partial_sums(self._strategy):
             return  # the checkpoint that replaces it was not saved
         if not self._is_in_background:
             io = self._strategy.checkpoint_io
@@ -196,8 +221,6 @@ class Checkpoints:
         io = self._strategy.checkpoint_io
         inner = io.checkpoint_io if isinstance(io, AsyncCheckpointIO) else io
         assert inner is not None, "the strategy has set it"
-        if isinstance(inner, RankZeroCheckpointIO) and self._deadline is not None:
-            inner.deadline = self._deadline.total_seconds()
         return inner
 
     @property
@@ -291,22 +314,19 @@ class Checkpoints:
         self._path_to_restore = None  # a hook that reads the file again does so alone
         self.finish()
         io = self.foreground_io
-        if not isinstance(io, RankZeroCheckpointIO):
-            options = {} if weights_only is None else {"weights_only": weights_only}
-            return io.load_checkpoint(path, **options)
-        what = f"reading {os.fspath(path)}"
-        if not is_restore:
-            alone = Ranks(device=self._strategy.root_device)
-            return io.read(path, alone, map_location, weights_only)  # type: ignore[no-any-return]
-        with self._naming_absent_rank(what):
-            module = self._strategy.lightning_module
-            # Weights that are only copied into the model need not be read into memory.
-            only_copied = module is not None and not may_keep_weights(module, self._trainer)
-            content = io.read(
-                path, self._ranks, map_location, weights_only, map_weights=only_copied
+        if not is_restore or not isinstance(io, RankZeroCheckpointIO):
+            arguments: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
+            passed = {name: value for name, value in arguments.items() if value is not None}
+            return type(io).load_checkpoint(io, path, **passed)  # the method may be replaced
+        with self._naming_absent_rank(f"reading {os.fspath(path)}"):
+            content = io.read(path, self._ranks, map_location, weights_only, map_weights=True)
+        if not isinstance(content, dict) or "state_dict" not in content:
+            raise CheckpointError(
+                f"checkpoint {path} was not saved by a Trainer: it has no entry 'state_dict'; to"
+                " start with the weights in it, call"
+                f" model.load_state_dict(torch.load({str(path)!r})), and leave out ckpt_path"
             )
-        raise_unless_saved_by_trainer(content, path)
-        return content  # type: ignore[no-any-return]
+        return content
 
     # State of the strategy and the Trainer.
 
@@ -317,18 +337,6 @@ class Checkpoints:
     @property
     def _trainer(self) -> Any:
         return trainer_of(self._strategy.lightning_module)
-
-    def _weights_may_be_wrong(self) -> bool:
-        """Whether an abort of NCCL may have made an optimiser step use partial sums.
-
-        With NCCL, first wait for the devices, as copying the weights does, because an
-        optimiser step that is waiting there for a dead rank is aborted only later.
-        """
-        context = current()
-        if context is None or not context.groups.uses_nccl:
-            return False
-        wait_for_gpus(getattr(self._strategy, "rank_devices", [self._strategy.root_device]))
-        return context.groups.has_aborted_nccl
 
     @property
     def is_interrupted(self) -> bool:
@@ -363,19 +371,3 @@ class Checkpoints:
         if context is None or current_run() is not None:
             return False
         return context.peers.cause_or_departure is not None
-
-
-def _refusal_after_abort(path: PathOrUrl) -> str:
-    """Return why nothing is saved after NCCL was aborted."""
-    context = current()
-    cause = None if context is None else context.peers.cause
-    who = (
-        "another rank"
-        if cause is None
-        else f"rank {cause.rank} (host {cause.host}, pid {cause.pid})"
-    )
-    return (
-        f"cannot save checkpoint {os.fspath(path)}: NCCL was aborted after {who} failed, and a"
-        " queued optimiser step may have used the gradients of only some ranks; an existing"
-        " file is left untouched, so continue from the last checkpoint"
-    )

@@ -34,11 +34,10 @@ from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.runs import current_run
 
 from ..private.compat import chosen_directory_of
-from ..private.lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
+from ..private.lightning_tree import TrainerStatus, pl, rank_zero_info
 from ..start.slurm import is_requeued, job_id
 from .stored_files import absolute, modification_times, names_in
 
-_DEFAULT_NAME = "last-preempted.ckpt"
 _PLACEHOLDER = "last.ckpt"  # never read
 # Environment variables that number the tasks of a job array.
 _TASKS = (
@@ -101,8 +100,7 @@ class RunFiles:
         self._stop = None if stop is None else os.fspath(stop)
         self._is_path = bool(stop and os.path.dirname(stop))
         self._fit_number = _IN_A_HOOK
-        self._asks_for_last = False
-        self._has_path = False
+        self._asked: PathOrUrl | None = None  # the file that the user wants to resume from
         self.found = Found()
 
     @contextmanager
@@ -123,8 +121,7 @@ class RunFiles:
             yield args
             return
         self.found = Found()
-        self._asks_for_last = any(map(_is_last, args))
-        self._has_path = any(isinstance(argument, PathOrUrl) for argument in args)
+        self._asked = next((each for each in args if isinstance(each, PathOrUrl)), None)
         is_fit = trainer.state.fn == "fit"
         is_counted = is_fit and current_run() is None
         _fits_begun += is_counted
@@ -145,15 +142,15 @@ class RunFiles:
         file, unless another one is asked for.
 
         Raises:
-            CheckpointError: a store did not answer, or a URL is invalid.
+            CheckpointError: a directory or store cannot be searched.
         """
         folder = self._folder(trainer)
         stop = self._stop_path(folder)
-        if self._asks_for_last:
+        if _is_last(self._asked):
             own = self._own_files(folder, stop)
             last = _newest(own, trainer)
             rank_zero_info(f"ckpt_path='last' is {last}" if last else _none_found(folder, stop))
-        elif trainer.state.fn == "fit" and not self._has_path and is_requeued():
+        elif trainer.state.fn == "fit" and self._asked is None and is_requeued():
             own = self._own_files(folder, stop)
             own = {path for path in own if path == stop or os.path.dirname(path) == folder}
             last = next(iter(modification_times(own)), None)
@@ -182,45 +179,25 @@ class RunFiles:
         """
         if self._is_path and stop is not None:
             return {stop}
-        if folder is None or (stop is None and not SLURMEnvironment.detect()):
+        if folder is None or stop is None:
             return set()
         directory, own = os.path.split(folder)
-        names = names_in(directory, if_refused=own)
+        names = names_in(directory)
         folders = [os.path.join(directory, name) for name in names if _fit_of(name) == _fit_of(own)]
-        usual = os.path.basename(stop or _DEFAULT_NAME)
         files = {
             os.path.join(each, name)
             for each in folders
-            for name in names_in(each, if_refused=usual)
+            for name in names_in(each)
             if not name.startswith(".")  # locks and unfinished files
         }
         return {path for path in files if os.path.dirname(path) == folder} or files
 
-    def newest(self, trainer: Any) -> str | None:
-        """Return the file that ``"last"`` means on this rank alone, if any.
-
-        Raises:
-            CheckpointError: a store does not answer.
-        """
-        return _newest(self._own_files(self.found.folder, self.found.stop), trainer)
-
     def chosen(self, path: PathOrUrl | None) -> PathOrUrl | None:
         """Return the file to restore, given the one that Lightning chose."""
-        is_ours = self._asks_for_last or self.found.last is not None
+        is_ours = _is_last(self._asked) or self.found.last is not None
         return self.found.last if is_ours else path
 
     # Ending early, and finishing.
-
-    def path_at_stop(self, *, requeues: bool) -> str | None:
-        """Return where the ranks save if they are stopped; ``None`` if they do not.
-
-        Args:
-            requeues: whether the SLURM job is requeued, which always needs a file.
-        """
-        found = self.found
-        if found.stop is None and found.folder is not None and requeues:
-            return os.path.join(found.folder, _DEFAULT_NAME)
-        return found.stop
 
     def remove_obsolete(self, trainer: Any) -> None:
         """Remove the stop checkpoints of a fit that continued from ``"last"`` and finished.
@@ -307,11 +284,10 @@ def _files_of_callbacks(trainer: Any) -> set[str]:
             files.add(absolute(callback.ckpt_path))
         elif isinstance(callback, pl.callbacks.ModelCheckpoint):
             directory = absolute(chosen_directory_of(callback, trainer))
-            stem = callback.CHECKPOINT_NAME_LAST
-            suffix = callback.FILE_EXTENSION
-            names = names_in(directory, if_refused=f"{stem}{suffix}")
-            last = re.compile(rf"{stem}.*{re.escape(suffix)}")
-            files |= {os.path.join(directory, name) for name in names if last.fullmatch(name)}
+            suffix = re.escape(callback.FILE_EXTENSION)
+            last = re.compile(rf"{callback.CHECKPOINT_NAME_LAST}.*{suffix}")
+            names = filter(last.fullmatch, names_in(directory))
+            files |= {os.path.join(directory, name) for name in names}
     return files
 
 
@@ -322,7 +298,7 @@ def _none_found(folder: str | None, stop: str | None) -> str:
         lines.append(f"if the run ends early, it saves {stop}, which the same command then finds")
     if folder is not None:
         directory, own = os.path.split(folder)
-        others = sorted(filter(_fit_of, names_in(directory, if_refused=own) - {own}))
+        others = sorted(filter(_fit_of, names_in(directory) - {own}))
         if others:
             lines.append(
                 f"in {directory}, {listed(others)} belong to other commands or fits; pass the path"

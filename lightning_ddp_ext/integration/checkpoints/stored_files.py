@@ -1,22 +1,17 @@
 """Look for files in a directory or an object store: which exist, and when they changed.
 
-A store that does not answer ends the search with an error, because each further request
-might also take minutes. Any other error is an answer: the file may exist, and reading
-it later raises the reason on every rank.
+A directory or store that cannot be searched is an error, so that no run starts anew
+although it has a checkpoint.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterable
 
 from lightning_ddp_ext.checkpoint.location import Location, locate
 from lightning_ddp_ext.errors import CheckpointError
-from lightning_ddp_ext.ranks import chain_of, reason_of
-
-# The name of the store's host may also be unknown at the moment.
-_UNANSWERED = (TimeoutError, ConnectionError, socket.gaierror)
+from lightning_ddp_ext.ranks import reason_of
 
 
 def absolute(path: str) -> str:
@@ -34,13 +29,11 @@ def absolute(path: str) -> str:
     return os.path.join(os.path.realpath(local.parent), local.name)
 
 
-def names_in(directory: str, *, if_refused: str) -> set[str]:
+def names_in(directory: str) -> set[str]:
     """Return the names of the files and folders in a directory, which may be missing.
 
-    If listing is refused, return ``{if_refused}``.
-
     Raises:
-        CheckpointError: the store does not answer.
+        CheckpointError: they cannot be listed.
     """
     try:
         location = _locate_anew(directory)
@@ -48,8 +41,7 @@ def names_in(directory: str, *, if_refused: str) -> set[str]:
     except (FileNotFoundError, NotADirectoryError, NotImplementedError):
         return set()
     except Exception as error:  # each kind of store raises its own errors
-        _raise_if_unanswered(directory, error)
-        return {if_refused}
+        raise _search_error(directory, error) from error
     # Only the names, because a file system lists paths without the protocol of a URL.
     return {os.path.basename(path.rstrip("/")) for path in listed}
 
@@ -57,10 +49,10 @@ def names_in(directory: str, *, if_refused: str) -> set[str]:
 def modification_times(paths: Iterable[str]) -> dict[str, float]:
     """Return when the files that exist were changed, by path.
 
-    A time is infinity if the store refuses or does not record it.
+    A time is infinity if the store does not record it.
 
     Raises:
-        CheckpointError: the store does not answer.
+        CheckpointError: a time cannot be read.
     """
     times = {path: _modification_time(path) for path in paths}
     return {path: time for path, time in times.items() if time is not None}
@@ -74,19 +66,17 @@ def _modification_time(path: str) -> float | None:
         return float(location.fs.modified(location.path).timestamp())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except Exception as error:  # each kind of store raises its own errors
-        _raise_if_unanswered(path, error)
+    except NotImplementedError:
         return float("inf")
+    except Exception as error:  # each kind of store raises its own errors
+        raise _search_error(path, error) from error
 
 
-def _raise_if_unanswered(path: str, error: BaseException) -> None:
-    """Raise if the error is, or follows from, a timeout or a lost connection."""
-    # Clients of stores wrap the errors of their connections.
-    if any(isinstance(cause, _UNANSWERED) for cause in chain_of(error)):
-        raise CheckpointError(
-            f"cannot search {path} for checkpoints: {reason_of(error)}; check that it can be"
-            " reached, or pass the path of a checkpoint as ckpt_path"
-        ) from error
+def _search_error(path: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"cannot search {path} for checkpoints: {reason_of(error)}; check that it can be reached,"
+        " or pass the path of a checkpoint as ckpt_path"
+    )
 
 
 def _locate_anew(path: str) -> Location:

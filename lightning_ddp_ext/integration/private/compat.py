@@ -7,7 +7,6 @@ Lightning lacks. If a name may be missing, the function that uses it says so.
 from __future__ import annotations
 
 import math
-import signal
 import traceback
 from datetime import timedelta
 from typing import Any
@@ -235,20 +234,6 @@ def is_computing_epoch(trainer: Any) -> bool:
 # Signals.
 
 
-def restore_handlers(trainer: Any) -> None:
-    """Make Lightning restore only the handlers that changed.
-
-    Restoring all of them removes ``faulthandler``'s.
-    """
-    connector = private(trainer, "_signal_connector")
-    recorded = private(connector, "_original_handlers")
-    for signum, handler in list(recorded.items()):
-        is_unchanged = signal.getsignal(signum) == handler
-        if is_unchanged:
-            del recorded[signum]
-    connector.teardown()
-
-
 def treat_next_exception_as_stop(trainer: Any) -> None:
     """Make Lightning end the Trainer's run as it does after SIGTERM."""
     connector = private(trainer, "_signal_connector")
@@ -276,11 +261,11 @@ def timeout_of(strategy: pl.strategies.DDPStrategy) -> timedelta | None:
 
 
 def layer_sync_of(strategy: pl.strategies.Strategy) -> pl.plugins.LayerSync | None:
-    """Return the plugin that synchronises a strategy's layers, if any."""
-    if not isinstance(strategy, pl.strategies.ParallelStrategy):
-        return None
-    layer_sync: pl.plugins.LayerSync | None = private(strategy, "_layer_sync")
-    return layer_sync
+    """Return the plugin that synchronises a strategy's layers.
+
+    It is ``None`` without one, and with strategies that lack the name.
+    """
+    return getattr(strategy, "_layer_sync", None)
 
 
 def averages_models(strategy: pl.strategies.Strategy) -> bool:

@@ -126,14 +126,13 @@ class ReplacedMethods:
     def leave_signals_to_us(self, trainer: Any) -> None:
         """Leave signals to our own handlers.
 
-        Lightning then makes no collective calls on a signal or before each batch.
+        Lightning then makes no collective calls on a signal or before each batch, and
+        has no handlers to restore after the run, among which would be ``faulthandler``'s.
         """
         connector = private(trainer, "_signal_connector")
 
         def register() -> None:
             connector.received_sigterm = False
-            # Lightning restores these after the run, if a hook has changed them.
-            connector._original_handlers = private(connector, "_get_current_signal_handlers")()
 
         self.replace(connector, "register_signal_handlers", register)
         if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):

@@ -103,8 +103,7 @@ def choose_environment(
             numbers, or its variables are invalid.
     """
     is_from_user_or_torchrun = type(environment) not in (LightningEnvironment, SLURMEnvironment)
-    has_started_ranks = started_ranks() is not None
-    if is_from_user_or_torchrun or has_started_ranks:
+    if is_from_user_or_torchrun or started_ranks() is not None:
         return environment
     world = read_world(os.environ, devices=devices)
     if world is None:

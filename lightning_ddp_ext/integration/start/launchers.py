@@ -7,11 +7,9 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from multiprocessing import forkserver
 from typing import Any, Literal
 
 import torch.multiprocessing
@@ -123,9 +121,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             return {**started.variables, "WORLD_SIZE": str(size)}
         if self.cluster_environment.creates_processes_externally:
             missing = self._parts.rendezvous.missing_variables(self.cluster_environment)
-            # Lightning removes it after a run, although the next run needs it as well.
-            kept = {name: value for name, value in os.environ.items() if name == "WORLD_SIZE"}
-            return {**missing, **kept} if self._is_joint else kept
+            return missing if self._is_joint else {}
         return self._start_ranks(trainer)
 
     def _start_ranks(self, trainer: Any) -> Mapping[str, str | None]:
@@ -163,12 +159,9 @@ class ProcessesLauncher(MultiProcessingLauncher):
         self._parts = parts
         self._environment = _environment_of(strategy)
         if start_method == "forkserver" and not self._environment.creates_processes_externally:
-            # The server imports modules while the user's code builds model and data.
             check_missing_main_guard()
             preloaded = ["__main__", "torch.distributed", lightning_name, "lightning_ddp_ext"]
             multiprocessing.set_forkserver_preload(preloaded)
-            with suppress(ValueError):
-                forkserver.ensure_running()
 
     @override
     def launch(

@@ -9,7 +9,7 @@ lock lets one of them do so. Another one takes over if that rank is killed meanw
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,11 +19,9 @@ import torch
 
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.save_lock import has_saved, lock_of, save_if_furthest
-from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.forced_exit import delaying_forced_exit, print_in_time
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
-from lightning_ddp_ext.threads import wait_for_gpus
 
 from ..checkpoints.run_files import RunFiles
 from ..data.loop_state import Restart, Stopped, complete_batch, find_restart
@@ -42,27 +40,12 @@ from ..private.compat import (
 )
 from ..private.lightning_tree import pl
 from ..start.devices import RankDevicesStrategy
-from ..strategy_ranks import is_sharded
+from ..strategy_ranks import is_sharded, may_have_partial_sums
 from .stops import StopController
 
 
 class Refused(Exception):
     """Raised with the reason why nothing is saved."""
-
-
-@dataclass(frozen=True)
-class _Fit:
-    """A fit whose last step may be saved.
-
-    Attributes:
-        trainer: its Trainer.
-        path: the path of the checkpoint.
-        token: distinguishes the fit from others that save to this path.
-    """
-
-    trainer: Any
-    path: str
-    token: str
 
 
 @dataclass(frozen=True)
@@ -100,28 +83,27 @@ class LastStepSaver:
         self._files = files
         self._stops = stops
         self._resume = resume
-        self._fit: _Fit | None = None
+        self._path: str | None = None  # of the checkpoint, in a fit whose last step may be saved
         self._opened = ExitStack()  # delays a forced exit
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what spawned ranks need, without the state of this process."""
-        return {**vars(self), "_fit": None, "_opened": ExitStack()}
+        return {**vars(self), "_path": None, "_opened": ExitStack()}
 
     def start(self) -> None:
         """Save the last step of the fit from now on, if the Trainer runs one."""
         self.end()
-        trainer = self._strategy.current_trainer
-        found = self._files.found
-        if current() is None or trainer.state.fn != "fit" or found.stop is None:
+        stop = self._files.found.stop
+        if current() is None or self._strategy.current_trainer.state.fn != "fit" or stop is None:
             return
-        self._fit = _Fit(trainer, found.stop, found.token)
+        self._path = stop
         self._opened.enter_context(
             delaying_forced_exit(self._seconds, "save the last step", is_needed=self._has_step)
         )
 
     def end(self) -> None:
         """Save nothing from now on."""
-        self._fit = None
+        self._path = None
         self._opened.close()
 
     def _has_step(self) -> bool:
@@ -129,12 +111,12 @@ class LastStepSaver:
 
         Only another rank's failure makes the main thread raise and then save.
         """
-        fit = self._fit
+        path = self._path
         context = current()
         cause = None if context is None else context.peers.cause
-        if fit is None or cause is None or cause.rank == self._strategy.global_rank:
+        if path is None or cause is None or cause.rank == self._strategy.global_rank:
             return False
-        return self._stops.weights.has_trained and not has_saved(fit.path, fit.token)
+        return self._stops.weights.has_trained and not has_saved(path, self._files.found.token)
 
     @property
     def _seconds(self) -> float:
@@ -150,46 +132,40 @@ class LastStepSaver:
         Args:
             exception: the exception that ends this rank's run.
         """
-        fit = self._fit
+        path = self._path
         is_training = self._stops.weights.is_training and not self._stops.has_saved
-        if fit is None or not is_training or isinstance(exception, KeyboardInterrupt):
+        if path is None or not is_training or isinstance(exception, KeyboardInterrupt):
             return
         try:
             with delaying_forced_exit(self._seconds):
-                line = self._save(fit, exception)
+                line = self._save(path, exception)
         except Exception as error:
             reason = error if isinstance(error, Refused) else reason_of(error)
-            line = f"this rank did not save the last step: {reason}; {self._instead(fit)}"
+            line = f"this rank did not save the last step: {reason}"
         self.end()
         if line:
             print_in_time(f"[rank {self._strategy.global_rank}] {line}\n")
 
-    def _instead(self, fit: _Fit) -> str:
-        """Describe the file from which the next run continues."""
-        newest = None
-        with suppress(CheckpointError):
-            newest = self._files.newest(fit.trainer)
-        return f"ckpt_path='last' is {newest}" if newest else "no earlier checkpoint exists"
-
-    def _save(self, fit: _Fit, exception: BaseException) -> str:
+    def _save(self, path: str, exception: BaseException) -> str:
         """Save the last step, and return what to print; empty if another rank saved it.
 
         Raises:
             Refused: the step cannot be saved.
         """
-        refusal = self._why_never(fit.trainer) or self._why_not_now(fit.trainer, exception)
+        trainer = self._strategy.current_trainer
+        refusal = self._why_never(trainer) or self._why_not_now(trainer, exception)
         if refusal is not None:
             raise Refused(refusal)
-        step = _find_last_step(fit.trainer, exception)
+        step = _find_last_step(trainer, exception)
         if step.batches <= self._stops.weights.batches_before:
             raise Refused("no step has finished since the start")
-        Path(lock_of(fit.path)).parent.mkdir(parents=True, exist_ok=True)
-        write = partial(self._write, fit, step)
-        if not save_if_furthest(fit.path, fit.token, step.batches, write, self._seconds):
+        Path(lock_of(path)).parent.mkdir(parents=True, exist_ok=True)
+        write = partial(self._write, path, step)
+        if not save_if_furthest(path, self._files.found.token, step.batches, write, self._seconds):
             return ""
         return (
-            f"saved step {fit.trainer.global_step} to {fit.path}; resume with trainer.fit(...,"
-            f" ckpt_path='last') or ckpt_path={fit.path!r}"
+            f"saved step {trainer.global_step} to {path}; resume with trainer.fit(...,"
+            f" ckpt_path='last') or ckpt_path={path!r}"
         )
 
     def _why_never(self, trainer: Any) -> str | None:
@@ -213,20 +189,17 @@ class LastStepSaver:
             return "the next step had started to change the weights"
         if not self._stops.weights.match(module):
             return "a hook has swapped the weights for this validation"
-        groups = current().groups  # type: ignore[union-attr]
-        if groups.uses_nccl:
-            wait_for_gpus(self._strategy.rank_devices)  # a step that waits is aborted only then
-            if groups.has_aborted_nccl:
-                return "NCCL was aborted, and a step may have used the gradients of only some ranks"
+        if may_have_partial_sums(self._strategy):
+            return "NCCL was aborted, and a step may have used the gradients of only some ranks"
         if not all(torch.isfinite(each).all() for each in module.parameters()):
             return "the weights are not finite"
         return None
 
-    def _write(self, fit: _Fit, step: _LastStep) -> None:
-        checkpoint = _checkpoint_of(step, fit.trainer)
+    def _write(self, path: str, step: _LastStep) -> None:
+        checkpoint = _checkpoint_of(step, self._strategy.current_trainer)
         ranks = [self._resume.state_at(step.restart, None)]
         checkpoint[KEY] = self._resume.make_section(step.restart, step.stopped, ranks)
-        self._stops.finish_earlier_saves().save_checkpoint(checkpoint, fit.path)
+        self._stops.finish_earlier_saves().save_checkpoint(checkpoint, path)
 
 
 def _find_last_step(trainer: Any, exception: BaseException) -> _LastStep:
@@ -266,24 +239,18 @@ def _checkpoint_of(step: _LastStep, trainer: Any) -> dict[str, Any]:
     for callback in trainer.checkpoint_callbacks:
         is_stock = isinstance(callback, pl.callbacks.ModelCheckpoint)
         if is_stock and callback.state_key in states:
-            _forget_missing_files(states[callback.state_key], callback.mode)
+            _forget_missing_files(states[callback.state_key])
     return checkpoint
 
 
-def _forget_missing_files(state: dict[str, Any], mode: str) -> None:
+def _forget_missing_files(state: dict[str, Any]) -> None:
     """Drop missing files from a ``ModelCheckpoint``'s state.
 
-    Rank 0 may have been writing such a file when it died.
+    Rank 0 may have been writing such a file when it died. With its next file, the
+    callback finds the best and the worst one again.
     """
     scores = state.get("best_k_models", {})
-    existing = {path: score for path, score in scores.items() if not _is_missing(path)}
-    if len(existing) < len(scores):
-        # The callback finds the worst file once it has `save_top_k` of them.
-        best_of = min if mode == "min" else max
-        best = best_of(existing, key=existing.__getitem__, default="")
-        state["best_k_models"] = existing
-        state["best_model_path"] = best
-        state["best_model_score"] = existing.get(best)
+    state["best_k_models"] = {path: scores[path] for path in scores if not _is_missing(path)}
     for name in ("best_model_path", "last_model_path"):
         if _is_missing(state.get(name, "")):
             state[name] = ""

@@ -29,7 +29,6 @@ from ..data.loop_state import Stopped
 from ..private.compat import (
     active_loop_of,
     mode_of,
-    restore_handlers,
     treat_next_exception_as_stop,
 )
 from ..private.lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
@@ -149,7 +148,6 @@ class StopController:
         """Restore the signal handlers after the Trainer's run."""
         if self._trainer is None:
             return
-        restore_handlers(self._trainer)  # Lightning recorded them after ours were installed
         has_failed = self._run.has_failed
         self._run.has_failed = False  # the Trainer has handled the exception
         if self._handling is not None:
@@ -179,8 +177,7 @@ class StopController:
 
         A step may take a long time, and users might otherwise press Ctrl-C again.
         """
-        requeues = self._requeues(request)
-        saves = self._files.path_at_stop(requeues=requeues) is not None
+        saves = self._files.found.stop is not None
         stop = ", save and stop" if saves else " and stop without saving"
         if request.signum == signal.SIGINT:
             stop += "; press Ctrl-C again to exit immediately without saving"
@@ -244,7 +241,7 @@ class StopController:
         requeues = self._trainer.is_global_zero and self._requeues(request)
         saved = "nothing to save yet"
         if self.weights.has_trained:
-            saved = self._save(requeues)
+            saved = self._save()
         self._checkpoints.finish()
         rank_zero_info(f"{request}: all ranks stop {self._describe_point()}; {saved}")
         if requeues:
@@ -261,20 +258,14 @@ class StopController:
             return "before the first step"
         return f"after step {self._trainer.global_step}"
 
-    def _save(self, requeues: bool) -> str:
-        """Save the stop checkpoint, and return what to log about it. Collective.
-
-        Rank 0 passes whether it then requeues the job; the other ranks pass False.
-        """
-        is_requeued = self._strategy.broadcast(requeues)
-        path = self._files.path_at_stop(requeues=is_requeued)
+    def _save(self) -> str:
+        """Save the stop checkpoint, and return what to log about it. Collective."""
+        path = self._files.found.stop
         if path is None:
             return "nothing is saved (stop_checkpoint=None)"
         self.finish_earlier_saves()
         self._trainer.save_checkpoint(path)
         self.has_saved = True
-        if is_requeued:
-            return f"saved to {path} for the requeued job"
         remedy = (
             "resume with the same command and trainer.fit(..., ckpt_path='last'), or pass this path"
             " as ckpt_path"
