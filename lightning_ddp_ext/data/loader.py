@@ -7,9 +7,8 @@ numbers as with a loader that is not wrapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,12 +19,11 @@ from lightning_ddp_ext.data.epochs import (
     samplers_below,
     set_epoch,
 )
-from lightning_ddp_ext.data.position import UNKNOWN_PLACE, Place, Position, position_of
+from lightning_ddp_ext.data.position import Position
 from lightning_ddp_ext.data.proxy import (
     is_stateful,
     iterable_of,
     iterates_as_torch,
-    name_of,
     own_copy,
     show,
 )
@@ -57,6 +55,8 @@ class DistributedLoader:
         start_evaluation: given the loader inside, starts an evaluation's iterator over it.
         has_seeded_kept_workers: whether workers persist, and have been seeded.
         on_iterator: called with this loader when an iterator is created, if given.
+        position: where the epochs of a loader of training data continue; ``None`` for
+            other data.
 
     >>> loader = DistributedLoader([1, 2], lambda loader, iterator: iter(loader.loader))
     >>> len(loader), list(loader), list(loader)
@@ -74,6 +74,7 @@ class DistributedLoader:
         self.length: int | None = None
         self.start_evaluation: Callable[[Any], Iterator[Any]] = iter
         self.on_iterator: Callable[[DistributedLoader], object] | None = None
+        self.position: Position | None = None
         self._epoch = -1  # of the objects inside
         self._generator_state: torch.Tensor | None = None  # that gives the drawn seed
         self.has_seeded_kept_workers = False
@@ -139,86 +140,6 @@ class DistributedLoader:
 
     def __len__(self) -> int:
         return len(self.loader) if self.length is None else self.length
-
-
-class TrainingLoader(DistributedLoader):
-    """A loader of training data, whose epochs can continue in their middle.
-
-    Args:
-        source, start_iterator, is_dealt: see :class:`DistributedLoader`.
-
-    Attributes:
-        position: finds places in the loader, once :meth:`make_position` was called.
-        name: the name of the data in warnings.
-        start: where the epoch begins in this run.
-        done: the number of batches of the epoch that were done before.
-    """
-
-    position: Position
-
-    def __init__(
-        self, source: Any, start_iterator: StartIterator, *, is_dealt: bool = False
-    ) -> None:
-        super().__init__(source, start_iterator, is_dealt=is_dealt)
-        self.name = name_of(self.loader)
-        self.start_epoch(-1)
-
-    def make_position(self, read_ahead: int) -> None:
-        """Find out how an epoch can continue, see :func:`~.position.position_of`."""
-        self.position = position_of(self.loader, read_ahead)
-
-    def start_epoch(self, epoch: int) -> None:
-        """Make the next iterators start at the beginning of an epoch."""
-        self.start = Place(epoch)
-        self.done = 0
-        self._state: Any = None  # of the start, if it is within the epoch
-        self._number = -1  # of the newest iterator
-
-    def iterate(self) -> Iterator[Any]:
-        """Start the next iterator of the epoch."""
-        is_first = self._number < self.start.number
-        if is_first:
-            self._number = self.start.number
-            return self.position.iterate(self.start, self._state)
-        self._number += 1
-        return self.position.iterate(Place(self.start.epoch, self._number))
-
-    def state_after(self, done: int) -> dict[str, Any]:
-        """Return where this rank is after ``done`` batches of the epoch."""
-        place = self.start
-        batches = done - self.done
-        while place.number < self._number and batches > self.position.left(place.at):
-            batches -= int(self.position.left(place.at))
-            place = Place(place.epoch, place.number + 1)
-        place = replace(place, at=self.position.after(place.at, batches))
-        state = self._state if self._number < 0 else self.position.state_at(place)
-        return {"kind": self.position.kind, "number": place.number, "at": place.at, "state": state}
-
-    def continue_epoch(
-        self, epoch: int, saved: dict[str, Any], checksums: Sequence[int | None]
-    ) -> str | None:
-        """Make the next iterators continue where another run was.
-
-        Return why that is impossible, if it is, with the remedy.
-
-        Args:
-            epoch: the epoch.
-            saved: what :meth:`state_after` returned in that run.
-            checksums: those of each rank's position in that run.
-        """
-        self.start_epoch(epoch)
-        if self.position.problem is not None:
-            return self.position.problem
-        if saved["kind"] != self.position.kind:
-            return "is of another kind than before; resume with the same loader"
-        if saved["state"] is None:
-            return UNKNOWN_PLACE
-        place = Place(epoch, saved["number"], saved["at"])
-        problem = self.position.check(place, saved["state"], checksums)
-        if problem is None:
-            self.start = place
-            self._state = saved["state"]
-        return problem
 
 
 class LazyIterator(Iterator[Any]):

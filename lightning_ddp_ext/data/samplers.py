@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import marshal
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, ClassVar, get_args
 
@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_ddp_ext.arguments import check_choice, integer, length_of
 from lightning_ddp_ext.data.epochs import has_set_epoch, samplers_below
 from lightning_ddp_ext.data.permutation import Permutation, Shard, Uneven
-from lightning_ddp_ext.data.random_state import mix, seeded
+from lightning_ddp_ext.data.random_state import generators_of, keys_of, mix, seeded
 from lightning_ddp_ext.errors import ConfigurationError
 
 STATE_VERSION = 1
@@ -359,8 +359,8 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
             last batches out, ``"exact"`` gives some ranks one more batch.
 
     Raises:
-        ConfigurationError: an argument is invalid; or, during iteration, fewer batches
-            are drawn than the length.
+        ConfigurationError: an argument is invalid; or, during iteration on several
+            ranks, fewer batches are drawn than the length.
 
     >>> from torch.utils.data import BatchSampler, SequentialSampler
     >>> batches = BatchSampler(SequentialSampler(range(6)), batch_size=2, drop_last=False)
@@ -371,6 +371,7 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
 
     kind: ClassVar[str] = "batches"
     _field: ClassVar[str] = "batch_sampler"  # name of the argument in errors
+    _keys: Sequence[int] = ()  # mixed into the seeds, see `random_state.keys_of`
 
     def __init__(
         self,
@@ -407,21 +408,28 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
     def compute_order(self) -> Order:
         """Draw the items of all ranks, and return a function from positions to items.
 
+        Items beyond the length are left out.
+
         Raises:
-            ConfigurationError: fewer items are drawn than the length.
+            ConfigurationError: fewer items are drawn than the length, on several ranks.
         """
         length = self.length
-        with seeded(mix(self.seed, self.epoch), *samplers_below(self.dataset)):
+        owners = samplers_below(self.dataset)
+        with seeded(mix(self.seed, self.epoch), *owners, keys=self._keys):
             # A batch sampler may reuse one list or array.
             items = map(copy_of_collection, islice(self.dataset, length))
             drawn = np.fromiter(items, dtype=object)
-        if len(drawn) < length:
+        if len(drawn) < length and self.num_replicas > 1:
             raise ConfigurationError(
                 f"{self._field} must yield at least len({self._field}) = {length} items (got"
                 f" {len(drawn)}); correct {type(self.dataset).__name__}.__len__"
             )
         self.fingerprint = checksum_of(drawn.tolist())
-        return drawn.__getitem__
+
+        def items_at(positions: NDArray[np.int64]) -> NDArray[Any]:
+            return drawn[positions[positions < len(drawn)]]
+
+        return items_at
 
 
 class SharedSampler(DistributedBatchSamplerWrapper):
@@ -436,18 +444,43 @@ class SharedSampler(DistributedBatchSamplerWrapper):
     _field: ClassVar[str] = "sampler"
 
 
+class RankOrderSampler(DistributedBatchSamplerWrapper):
+    """Yields all items that any sampler draws on this rank.
+
+    The loader sets the epoch of the wrapped sampler.
+    """
+
+    kind: ClassVar[str] = "rank's own"
+
+    def __init__(self, sampler: Any) -> None:
+        super().__init__(sampler, num_replicas=1, rank=0)
+        self._own_keys = keys_of(generators_of(*samplers_below(sampler)))
+
+    def set_keys(self, keys: Sequence[int]) -> None:
+        """Set the keys of this rank's global generators.
+
+        Ranks with equal keys draw equal orders, because a user's sampler may take its
+        part of an order that all ranks draw.
+        """
+        self._keys = [*keys, *self._own_keys]
+
+    @override
+    def _set_wrapped_epoch(self) -> None:
+        """Leave the epoch that the loader has set."""
+
+
 def in_order(positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the positions unchanged, for the dataset's own order."""
     return positions
 
 
-def checksum_of(indices: list[Any], previous: int = 0) -> int:
-    """Continue the checksum ``previous`` with what a sampler yielded."""
+def checksum_of(indices: list[Any]) -> int:
+    """Return the checksum of what a sampler yielded."""
     try:
         content = marshal.dumps(indices, _STABLE_FORMAT)
     except ValueError:  # such as tensors
         content = repr(indices).encode()
-    return zlib.crc32(content, previous)
+    return zlib.crc32(content)
 
 
 def copy_of_collection(item: Any) -> Any:

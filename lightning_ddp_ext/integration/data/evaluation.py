@@ -34,7 +34,7 @@ from lightning_ddp_ext.data.proxy import (
     each_of,
     index_sampler_of,
     iterates_as_torch,
-    make_permanent,
+    read_instead,
 )
 from lightning_ddp_ext.data.samplers import GlobalOrderSampler
 
@@ -92,7 +92,7 @@ class Evaluation:
         samples_by_rank = ranks_of(self._strategy).gather(None if even is None else even.samples)
         if even is not None and len(set(samples_by_rank)) == 1:
             loader.copy_loader()
-            make_permanent(loader.loader, even)
+            read_instead(loader.loader, even)
             loader.start_evaluation = partial(self._start, even)
 
     def _even_batches(self, loader: DistributedLoader) -> EvenBatches | None:

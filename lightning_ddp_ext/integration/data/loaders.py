@@ -19,13 +19,8 @@ from contextlib import AbstractContextManager
 from typing import Any, get_args
 
 from lightning_ddp_ext.arguments import check_choice
-from lightning_ddp_ext.data.loader import (
-    DistributedLoader,
-    LazyIterator,
-    TrainingLoader,
-    source_of,
-)
-from lightning_ddp_ext.data.position import rewind
+from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, source_of
+from lightning_ddp_ext.data.position import Position, position_of, rewind
 from lightning_ddp_ext.data.proxy import length_or_inf, own_copy
 
 from ..checkpoints.collective import Checkpoints
@@ -77,7 +72,7 @@ class TrainerLoaders:
         self._replaced = replaced
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
         self.resume = Resume(strategy, checkpoints, stops, replaced, resume_data)
-        self.uneven = UnevenInputs(strategy, self.resume.orders, uneven_inputs)
+        self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.worker_seed: int | None = None
         self._combined_iterator: Any = None  # of the epoch that was entered last
 
@@ -116,20 +111,18 @@ class TrainerLoaders:
         )
         if divided is None:
             divided = as_lightning(source, shuffle, stage)
-        is_dealt = divided is not source
+        loader = DistributedLoader(divided, self.start, is_dealt=divided is not source)
         if stage != RunningStage.TRAINING:
-            evaluated = DistributedLoader(divided, self.start, is_dealt=is_dealt)
-            self.evaluation.prepare(evaluated, stage)
-            evaluated.on_iterator = self._before_validation
-            return evaluated.shown()
+            self.evaluation.prepare(loader, stage)
+            loader.on_iterator = self._before_validation
+            return loader.shown()
         self._combined_iterator = None  # refers to loaders that are not needed any longer
-        loader = TrainingLoader(divided, self.start, is_dealt=is_dealt)
         self.uneven.agree_on_length(loader)
-        loader.make_position(self._read_ahead(loader))
+        loader.position = position_of(loader.loader, self._read_ahead(loader))
         self.resume.orders.agree()
         return loader.shown()
 
-    def _read_ahead(self, loader: TrainingLoader) -> int:
+    def _read_ahead(self, loader: DistributedLoader) -> int:
         """Return how many batches may be read, but not be done, at a checkpoint."""
         accumulated: int = self._strategy.current_trainer.accumulate_grad_batches
         is_ahead = accumulated > 1 or length_or_inf(loader) == math.inf
@@ -157,16 +150,16 @@ class TrainerLoaders:
         of the loader is read, because a loop may be reading the loader itself.
         """
         trainer = self._strategy.current_trainer
-        is_training = isinstance(loader, TrainingLoader)
-        loop = trainer.fit_loop if is_training else active_loop_of(trainer)
+        position = loader.position
+        loop = active_loop_of(trainer) if position is None else trainer.fit_loop
         is_read_by_loop = any(iterator is other for other in iterators_of(loop))
         if is_read_by_loop:
             # Without a length, Lightning reads a resumed epoch's first batch before it
             # sets the epoch of samplers.
             is_set_by_lightning = self.resume.restart is None or self.resume.is_training
             loader.set_epoch(self.resume.epoch, is_set_by_lightning=is_set_by_lightning)
-        if isinstance(loader, TrainingLoader) and is_read_by_loop:
-            return self._start_training(loader, iterator)
+        if position is not None and is_read_by_loop:
+            return self._start_training(loader, position, iterator)
         rewind(loader.loader)
         with self._workers_of(loader):
             if is_read_by_loop:
@@ -178,7 +171,9 @@ class TrainerLoaders:
         rank = self._strategy.global_rank
         return loader.workers_of(self.resume.epoch, rank=rank, seed=self.worker_seed)
 
-    def _start_training(self, loader: TrainingLoader, iterator: LazyIterator) -> Iterator[Any]:
+    def _start_training(
+        self, loader: DistributedLoader, position: Position, iterator: LazyIterator
+    ) -> Iterator[Any]:
         """Start an iterator of the fit loop, with all others if an epoch begins.
 
         If a loader that is shorter than the epoch begins again, its ended iterator has
@@ -186,10 +181,10 @@ class TrainerLoaders:
         """
         fit_loop = self._strategy.current_trainer.fit_loop
         if combined_iterator_of(fit_loop) is self._combined_iterator:
-            return self._start_at_position(loader, iterator)
+            return self._start_at(position, loader, iterator)
         self._combined_iterator = combined_iterator_of(fit_loop)
         self.resume.before_iterators()
-        batches = self._start_at_position(loader, iterator)
+        batches = self._start_at(position, loader, iterator)
         for other in iterators_of(fit_loop):
             if other is not iterator:
                 other.start()
@@ -198,12 +193,14 @@ class TrainerLoaders:
             iterator.before_next()
         return batches
 
-    def _start_at_position(self, loader: TrainingLoader, iterator: LazyIterator) -> Iterator[Any]:
-        """Start an iterator over a training loader at the loader's position."""
+    def _start_at(
+        self, position: Position, loader: DistributedLoader, iterator: LazyIterator
+    ) -> Iterator[Any]:
+        """Start an iterator over a training loader at its position."""
         if self.resume.has_no_batches_left:
             return iter(())
         with self._workers_of(loader):
-            batches = self.uneven.give_batches(loader.iterate())
+            batches = self.uneven.give_batches(position.iterate())
         if loader is training_loaders_of(self._strategy.current_trainer)[0]:
             iterator.before_next = self._stops.before_batch
         return batches

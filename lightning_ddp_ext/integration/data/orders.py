@@ -6,17 +6,17 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_ddp_ext.data.loader import DistributedLoader, TrainingLoader
-from lightning_ddp_ext.data.position import OrderOfRank, global_order_of
+from lightning_ddp_ext.data.loader import DistributedLoader
+from lightning_ddp_ext.data.position import Position
 from lightning_ddp_ext.data.proxy import iterable_of
 from lightning_ddp_ext.data.random_state import GLOBAL_GENERATORS, keys_of, mix
-from lightning_ddp_ext.data.samplers import TorchOrderSampler
+from lightning_ddp_ext.data.samplers import RankOrderSampler, TorchOrderSampler
 
 from ..private.compat import combined_loader_of
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import ranks_of
 
-OrdersOfRank = tuple[list[int], list[int | None]]  # keys, and a checksum for each loader
+OrdersOfRank = tuple[list[int], list[int]]  # keys, and a checksum for each loader
 
 
 def epoch_of(trainer: Any) -> int:
@@ -27,9 +27,15 @@ def epoch_of(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
-def training_loaders_of(trainer: Any) -> list[TrainingLoader]:
+def training_loaders_of(trainer: Any) -> list[DistributedLoader]:
     """Return the training loaders, in the order of the combined loader."""
     return _loaders_of(trainer.fit_loop)
+
+
+def positions_of(trainer: Any) -> list[Position]:
+    """Return the positions in the training loaders, in the same order."""
+    positions = [loader.position for loader in training_loaders_of(trainer)]
+    return [position for position in positions if position is not None]
 
 
 def validation_loaders_of(trainer: Any) -> list[DistributedLoader]:
@@ -89,34 +95,30 @@ class Orders:
         Hooks may have loaded the data before a checkpoint has set the seed. Stock's
         samplers all have one seed.
         """
-        rank = self._strategy.global_rank
-        world_size = self._strategy.world_size
         seed = self.agree()
-        for number, loader in enumerate(training_loaders_of(self._strategy.current_trainer)):
-            loader.position.ranks = OrderOfRank(seed, self._keys, rank, world_size, number)
-            sampler = global_order_of(loader.loader)
-            if loader.is_dealt and sampler is not None:
+        trainer = self._strategy.current_trainer
+        loaders = training_loaders_of(trainer)
+        for number, (loader, position) in enumerate(
+            zip(loaders, positions_of(trainer), strict=True)
+        ):
+            position.rank = self._strategy.global_rank
+            position.world_size = self._strategy.world_size
+            sampler = position.sampler
+            is_rank_order = isinstance(sampler, RankOrderSampler)
+            if isinstance(sampler, RankOrderSampler):
+                sampler.set_keys(self._keys)
+            if sampler is not None and (loader.is_dealt or is_rank_order):
                 is_stocks = isinstance(sampler, TorchOrderSampler)
                 sampler.seed = seed if is_stocks else mix(seed, number)
-
-    @property
-    def can_differ(self) -> bool:
-        """Whether a rank draws orders that another one may not draw."""
-        return any(checksum is not None for _, of_rank in self.by_rank for checksum in of_rank)
 
     def gather(self) -> None:
         """Gather the ranks' keys and checksums of the epoch that has begun. Collective.
 
-        A rank that saves alone then has those of all ranks. In the first epoch of new
-        loaders, they are gathered with other data when the first batch was read.
+        A rank that saves alone then has those of all ranks.
         """
-        self.by_rank = ranks_of(self._strategy).gather(self.own())
+        checksums = [position.checksum for position in positions_of(self._strategy.current_trainer)]
+        self.by_rank = ranks_of(self._strategy).gather((self._keys, checksums))
 
-    def own(self) -> OrdersOfRank:
-        """Return this rank's part of ``by_rank``."""
-        loaders = training_loaders_of(self._strategy.current_trainer)
-        return self._keys, [loader.position.checksum for loader in loaders]
-
-    def checksums_of(self, loader: int) -> list[int | None]:
+    def checksums_of(self, loader: int) -> list[int]:
         """Return the checksum of each rank's order in the loader with this number."""
         return [checksums[loader] for _, checksums in self.by_rank]

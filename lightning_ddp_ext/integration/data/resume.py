@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_ddp_ext.data.loader import TrainingLoader
-from lightning_ddp_ext.data.proxy import length_or_inf
+from lightning_ddp_ext.data.position import Position
+from lightning_ddp_ext.data.proxy import length_or_inf, name_of
 from lightning_ddp_ext.data.random_state import record_random_state, restore_random_state
 
 from ..checkpoints.collective import Checkpoints
@@ -28,7 +28,7 @@ from ..start.devices import RankDevicesStrategy
 from ..stopping.stops import StopController
 from ..strategy_ranks import ranks_of
 from .loop_state import Restart, Stopped, find_restart
-from .orders import Orders, epoch_of, training_loaders_of
+from .orders import Orders, epoch_of, positions_of, training_loaders_of
 from .saved_place import KEY, VERSION, SavedPlace, read_place, section_of
 
 ResumeData = Literal["exact", "stock"]
@@ -140,8 +140,8 @@ class Resume:
 
     def state_at(self, restart: Restart, random: Any) -> dict[str, Any]:
         """Return this rank's state for a checkpoint that continues at ``restart``."""
-        loaders = training_loaders_of(self._trainer) if restart.is_within else []
-        places = [loader.state_after(restart.done) for loader in loaders]
+        positions = positions_of(self._trainer) if restart.is_within else []
+        places = [position.state_after(restart.done) for position in positions]
         return {"rank": self._strategy.global_rank, "random": random, "loaders": places}
 
     def _random_state_at(self, restart: Restart, loops: Mapping[str, Any]) -> Any:
@@ -199,16 +199,15 @@ class Resume:
             self._saved = None
         self._decide()
         if self.restart is None or not self.restart.is_within:
-            for loader in training_loaders_of(self._trainer):
-                loader.start_epoch(self.epoch)
+            for position in positions_of(self._trainer):
+                position.start_epoch(self.epoch)
 
     def after_iterators(self) -> None:
         """Restore a random state that was saved after the epoch's iterators had started.
 
-        Collective if ranks can draw different orders.
+        Collective.
         """
-        if self.orders.can_differ:
-            self.orders.gather()
+        self.orders.gather()
         restart = self.restart
         if restart is None or not self.is_training:
             return
@@ -218,12 +217,12 @@ class Resume:
     def _decide(self) -> None:
         """Continue in the resumed epoch on all ranks, or start it again. Collective."""
         saved = self._saved
-        loaders = training_loaders_of(self._trainer)
+        positions = positions_of(self._trainer)
         if saved is None or self.restart is None or not self.restart.is_within:
             return
-        if loaders[0].start.epoch == self.restart.epoch:
+        if positions[0].epoch == self.restart.epoch:
             return  # this was decided for these loaders
-        problem = self._continue(loaders, saved.loaders)
+        problem = self._continue(positions, saved.loaders)
         by_rank = ranks_of(self._strategy).gather((problem, self.restart.done))
         problems = [problem for problem, _ in by_rank if problem is not None]
         done_by_rank = [done for _, done in by_rank]
@@ -234,52 +233,49 @@ class Resume:
             )
         if problems:
             _warn(self.restart.epoch, problems[0])
-            for loader in loaders:
-                loader.start_epoch(self.restart.epoch)
+            for position in positions:
+                position.start_epoch(self.restart.epoch)
             self.restart = self.restart.from_epoch_start()
             self._saved = replace(saved, random=None)
 
     def _continue(
-        self, loaders: Sequence[TrainingLoader], places: Sequence[dict[str, Any]]
+        self, positions: Sequence[Position], places: Sequence[Mapping[str, Any]]
     ) -> str | None:
         """Continue in each training loader; return why that is impossible, if it is."""
         assert self.restart is not None
-        if len(places) != len(loaders):
+        if len(places) != len(positions):
             return (
-                f"it began with {len(places)} training loaders, and there are {len(loaders)} now;"
+                f"it began with {len(places)} training loaders, and there are {len(positions)} now;"
                 " resume with the same loaders"
             )
-        for number, (loader, place) in enumerate(zip(loaders, places, strict=True)):
+        for loader in training_loaders_of(self._trainer):
             loader.set_epoch(self.restart.epoch)
+        for number, (position, place) in enumerate(zip(positions, places, strict=True)):
             checksums = self.orders.checksums_of(number)
-            problem = loader.continue_epoch(self.restart.epoch, place, checksums)
+            problem = position.continue_epoch(self.restart.epoch, place, checksums)
             if problem is not None:
-                return f"{loader.name} {problem}"
-        whole, left = self._count_batches(loaders)
+                return f"{name_of(position.loader)} {problem}"
+        whole, left = self._count_batches(positions)
         if math.inf not in (whole, left):
             accumulated = self._trainer.accumulate_grad_batches
             done = int(whole - left) // accumulated * accumulated
             self.restart = replace(self.restart, done=done)
-        for loader in loaders:
-            loader.done = self.restart.done
+        for position in positions:
+            position.done = self.restart.done
         return None
 
-    def _count_batches(self, loaders: Sequence[TrainingLoader]) -> tuple[float, float]:
+    def _count_batches(self, positions: Sequence[Position]) -> tuple[float, float]:
         """Return how many batches an epoch has, and how many are left of this one.
 
         Both change with the number of ranks and the batch size. Lightning assumes the
         same number of batches in all epochs, so those that are not left are done, but
         not those after the last optimiser step.
         """
-        combine = min if mode_of(self._trainer.fit_loop) == "min_size" else max
-        whole = combine(length_or_inf(loader.loader) for loader in loaders)
-        left = combine(
-            loader.position.left(loader.start.at)
-            for loader in loaders
-            # A loader that has begun again is shorter, and does not end the epoch.
-            if loader.start.number == 0
-        )
-        return whole, left
+        lengths = [length_or_inf(position.loader) for position in positions]
+        ends_epoch = min if mode_of(self._trainer.fit_loop) == "min_size" else max
+        whole = ends_epoch(lengths)
+        position = positions[lengths.index(whole)]
+        return whole, position.left(position.start)
 
     # Hooks of the fit loop.
 
@@ -337,7 +333,7 @@ class Resume:
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = restart.done
         current.completed = restart.done - 1 if restart.at == "batch_end" else restart.done
-        _, left = self._count_batches(training_loaders_of(self._trainer))
+        _, left = self._count_batches(positions_of(self._trainer))
         if restart.done + left < self._trainer.num_training_batches:
             end_epoch_after(self._trainer, int(restart.done + left))
 

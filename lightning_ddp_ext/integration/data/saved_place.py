@@ -23,7 +23,7 @@ from typing import Any
 from .loop_state import Restart, Stopped, change_to, find_restart
 
 KEY = "lightning_ddp_ext"
-VERSION = 12
+VERSION = 13
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of
 from ..private.lightning_tree import rank_zero_warn
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import group_of_small_collectives, ranks_of, refuse
-from .orders import Orders, OrdersOfRank, training_loaders_of
+from .orders import training_loaders_of
 
 T = TypeVar("T")
 UnevenMode = Literal["stop_at_shortest"]
@@ -47,13 +47,11 @@ class TrainingData:
         length: the number of batches in an epoch; ``inf`` if unknown.
         checksums: those of the tensors in the first batch, if a loader has no indices.
         identities: for each loader, the parameters of our sampler in it.
-        orders: those of the rank in :attr:`Orders.by_rank`.
     """
 
     length: float
     checksums: tuple[int, ...]
     identities: list[dict[str, Any]]
-    orders: OrdersOfRank = ([], [])
 
 
 class UnevenInputs:
@@ -64,7 +62,6 @@ class UnevenInputs:
 
     Args:
         strategy: our strategy.
-        orders: gets those of all ranks.
         mode: the argument ``uneven_inputs`` of ``DDPExtStrategy``.
 
     Attributes:
@@ -72,11 +69,8 @@ class UnevenInputs:
             same calls at the same batch.
     """
 
-    def __init__(
-        self, strategy: RankDevicesStrategy, orders: Orders, mode: UnevenMode | None
-    ) -> None:
+    def __init__(self, strategy: RankDevicesStrategy, mode: UnevenMode | None) -> None:
         self._strategy = strategy
-        self._orders = orders
         self._mode = mode
         self.start_run()
 
@@ -170,10 +164,8 @@ class UnevenInputs:
             trainer.num_training_batches,
             _checksums(batch) if streams else (),
             [{} if sampler is None else sampler.identity() for sampler in samplers],
-            self._orders.own(),
         )
         data_by_rank = ranks_of(self._strategy).gather(own_data)
-        self._orders.by_rank = [data.orders for data in data_by_rank]
         lengths = [data.length for data in data_by_rank]
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
         problem = describe_difference(data_by_rank, loaders)
