@@ -347,9 +347,8 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self.averaging.check_first_step()
         self.data.uneven.report_step_if_even()
-        self.data.on_train_start()
+        self.data.resume.on_train_start()
         self.stops.weights.on_train_start(trainer_of(self.lightning_module))
 
     @override
@@ -402,7 +401,8 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.data.on_train_batch_start(batch)
+        self.data.resume.on_train_batch_start()
+        self.data.uneven.on_train_batch_start(batch)
         if self.averaging.frozen:
             self.averaging.include_unfrozen()
 
