@@ -13,17 +13,12 @@ from typing import Any
 
 import torch
 
-from lightning_ddp_ext.data.epochs import (
-    has_set_epoch,
-    prepare_workers,
-    samplers_below,
-    set_epoch,
-)
+from lightning_ddp_ext.data.epochs import prepare_workers, samplers_below, set_epoch
 from lightning_ddp_ext.data.position import Position
 from lightning_ddp_ext.data.proxy import (
+    is_of_torch,
     is_stateful,
     iterable_of,
-    iterates_as_torch,
     own_copy,
     show,
 )
@@ -52,9 +47,10 @@ class DistributedLoader:
             without a state.
         length: the number of batches that replaces the loader's own length; ``None`` to
             keep it.
-        start_evaluation: given the loader inside, starts an evaluation's iterator over it.
+        even_batches: the batches of an evaluation in which each sample counts once; ``None``
+            if it reads the loader's own.
         has_seeded_kept_workers: whether workers persist, and have been seeded.
-        on_iterator: called with this loader when an iterator is created, if given.
+        on_iterator: called when an iterator is created, if given.
         position: where the epochs of a loader of training data continue; ``None`` for
             other data.
 
@@ -72,16 +68,12 @@ class DistributedLoader:
         # The owner of a state may read it, so the loader is not copied.
         self.loader = source if is_stateful(source) else own_copy(source)
         self.length: int | None = None
-        self.start_evaluation: Callable[[Any], Iterator[Any]] = iter
-        self.on_iterator: Callable[[DistributedLoader], object] | None = None
+        self.even_batches: Any = None
+        self.on_iterator: Callable[[], object] | None = None
         self.position: Position | None = None
         self._epoch = -1  # of the objects inside
         self._generator_state: torch.Tensor | None = None  # that gives the drawn seed
         self.has_seeded_kept_workers = False
-
-    def copy_loader(self) -> None:
-        """Read a copy, which can be changed, even of a loader with a state."""
-        self.loader = own_copy(self.loader)
 
     def shown(self) -> Any:
         """Return a proxy of this loader with the class and attributes of ``loader``.
@@ -102,13 +94,8 @@ class DistributedLoader:
             is_set = samplers_set_by_lightning(self.loader) if is_set_by_lightning else ()
             set_epoch(self.loader, epoch, except_for=is_set)
 
-    def draw_worker_seed(self) -> None:
-        """Draw what torch draws when an iterator is created, for when it starts.
-
-        Torch draws nothing if workers persist from an earlier iterator.
-        """
-        if not _draws_seed_on_cpu(self.loader) or self.has_seeded_kept_workers:
-            return
+    def _draw_worker_seed(self) -> None:
+        """Draw what torch draws when an iterator is created, for when it starts."""
         self.has_seeded_kept_workers = self.loader.persistent_workers
         source = self.loader.generator or torch.default_generator
         self._generator_state = source.get_state()
@@ -134,8 +121,10 @@ class DistributedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if self.on_iterator is not None:
-            self.on_iterator(self)
-        self.draw_worker_seed()
+            self.on_iterator()
+        # Torch draws nothing if workers persist from an earlier iterator.
+        if _draws_seed_on_cpu(self.loader) and not self.has_seeded_kept_workers:
+            self._draw_worker_seed()
         return LazyIterator(self)
 
     def __len__(self) -> int:
@@ -165,8 +154,7 @@ class LazyIterator(Iterator[Any]):
         return self._batches
 
     def __next__(self) -> Any:
-        has_started = self._batches is not None
-        if has_started and self.before_next is not None:
+        if self._batches is not None and self.before_next is not None:
             self.before_next()
         return next(self.start())
 
@@ -187,7 +175,7 @@ class UnsentGenerator(torch.Generator):
 
 def _draws_seed_on_cpu(loader: Any) -> bool:
     """Whether a loader's iterator draws a seed as torch does, and on the CPU."""
-    if not iterates_as_torch(loader):
+    if not is_of_torch(loader, "__iter__"):
         return False
     generator = loader.generator
     has_cpu_generator = generator is None or generator.device.type == "cpu"
@@ -204,10 +192,8 @@ def samplers_set_by_lightning(loader: Any) -> list[Any]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     found: list[Any] = []
     for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
-        if isinstance(sampler, GlobalOrderSampler):
-            found += samplers_below(sampler)
-        elif has_set_epoch(sampler):
-            found.append(sampler)
+        passes_on = isinstance(sampler, GlobalOrderSampler)
+        found += samplers_below(sampler) if passes_on else [sampler]
     return found
 
 

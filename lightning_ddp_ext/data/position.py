@@ -225,9 +225,9 @@ class SamplerPosition(Position):
 
     @override
     def _identity(self) -> dict[str, Any]:
-        repeats = self.world_size // self.sampler.num_replicas
-        named = {"kind": self.sampler.kind, "number of ranks that read each item": repeats}
-        return {**named, **self.sampler.identity()}
+        # On other ranks, the shares of an uneven sampler would have different lengths.
+        ranks = self.world_size if self.sampler.uneven == "exact" else "any"
+        return {"kind": self.sampler.kind, "number of ranks": ranks, **self.sampler.identity()}
 
     @override
     def iterate(self) -> Iterator[Any]:
@@ -298,10 +298,11 @@ class StatePosition(Position):
         if self._restored is not None and self._read % length_or_inf(self.loader) == 0:
             # Some loaders, such as litdata's, forget a restored state only at the end.
             next(self._restored, None)
-        is_restored = self._iterators == 0 and self.start > 0
+        is_first = self._iterators == 0
+        is_restored = is_first and self.start > 0
         if is_restored:
             self.loader.load_state_dict(self._states[self.start])
-        if self._iterators == 0:
+        if is_first:
             self._read = self.start
             self._states = {}
         self._iterators += 1
@@ -332,5 +333,6 @@ class StatePosition(Position):
     @override
     def _check(self, state: Any, checksums: Sequence[int]) -> str | None:
         self._read = self.start
-        rank, self._states[self.start] = state
+        rank, loader_state = state
+        self._states = {self.start: loader_state}
         return None if rank == self.rank else _UNKNOWN_PLACE

@@ -41,11 +41,12 @@ def index_sampler_of(loader: Any) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-def iterates_as_torch(loader: object) -> bool:
-    """Whether a loader's ``__iter__`` is that of torch's or torchdata's ``DataLoader``."""
+def is_of_torch(loader: object, *methods: str) -> bool:
+    """Whether these methods of a loader are those of torch's or torchdata's ``DataLoader``."""
     if not isinstance(loader, DataLoader):
         return False
-    return type(loader).__iter__.__module__.partition(".")[0] in ("torch", "torchdata")
+    modules = [getattr(type(loader), name).__module__ for name in methods]
+    return all(module.partition(".")[0] in ("torch", "torchdata") for module in modules)
 
 
 def is_stateful(loader: object) -> bool:

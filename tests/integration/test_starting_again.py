@@ -308,9 +308,9 @@ def test_an_epoch_that_would_be_uneven_on_more_ranks_starts_again(tmp_path: Path
     path, _ = run_ranks(save_at, 2, tmp_path, exact, "train_batch_end-6")
     first, *others = run_ranks(resume_from, 3, tmp_path, exact, path, env=by_hand_env(3))
     [warning] = first.warned
-    # Each of three ranks has three batches in the epoch. Of the 7 samples that are left,
-    # rank 0 has 3 in two batches, and the others 2 in one batch: one, two and two are done.
-    assert "continue after different numbers of batches [1, 2, 2]" in warning
+    # Of the 7 samples that are left, rank 0 would have 3 in two batches, and the others 2
+    # in one batch.
+    assert "another number of ranks" in warning
     assert [len(resumed.run.steps) for resumed in (first, *others)] == [3, 3, 3]
 
 

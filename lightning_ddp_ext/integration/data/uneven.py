@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_ddp_ext.checksum import checksum
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.position import global_order_of
-from lightning_ddp_ext.data.proxy import index_sampler_of, length_or_inf, name_of
+from lightning_ddp_ext.data.proxy import each_of, index_sampler_of, length_or_inf, name_of
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
@@ -169,7 +169,8 @@ class UnevenInputs:
         lengths = [data.length for data in data_by_rank]
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
         problem = describe_difference(data_by_rank, loaders)
-        if problem is None and self._mode is None and not self.are_even:
+        are_refused = self._mode is None and not self.are_even and math.inf not in lengths
+        if problem is None and are_refused:
             problem = _describe_unevenness(trainer, lengths)
         if problem is not None:
             refuse(self._strategy, SamplingError(problem))
@@ -217,11 +218,8 @@ def _describe_unevenness(trainer: Any, lengths: Sequence[float]) -> str | None:
     Return ``None`` if they can, for example because ``max_steps`` is small.
     """
     fewest = min(lengths)
-    if math.inf in lengths:
-        return None
-    fewest_steps = math.ceil(fewest / trainer.accumulate_grad_batches)
-    is_limited = trainer.max_steps != -1
-    if is_limited and trainer.global_step + fewest_steps >= trainer.max_steps:
+    steps = trainer.global_step + math.ceil(fewest / trainer.accumulate_grad_batches)
+    if trainer.max_steps != -1 and steps >= trainer.max_steps:
         return None
     return (
         f"the ranks have different numbers of training batches ({_by_rank(lengths)}), so some"
@@ -280,20 +278,14 @@ def end_together(
         ['a', 'b', 'c']
         >>> dist.destroy_process_group()
     """
-    ahead = deque[_Drawn[T]]()
-
-    def draw() -> None:
-        is_over = bool(ahead) and not ahead[-1].item
-        ahead.append(_Drawn(iter(()) if is_over else items, group))
-
-    for _ in range(AHEAD):
-        draw()
+    left = each_of(items)  # ends only once
+    ahead = deque(_Drawn(left, group) for _ in range(AHEAD))
     has_next = ahead[0].is_on_all_ranks()
     while has_next:
         current = ahead.popleft().item[0]
         has_next = ahead[0].is_on_all_ranks()
         if has_next:
-            draw()
+            ahead.append(_Drawn(left, group))
         else:
             on_last()
         yield current
