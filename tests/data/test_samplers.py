@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, Sampler
 
 from lightning_ddp_ext.data.samplers import (
     DistributedBatchSamplerWrapper,
+    RankOrderSampler,
     ScalableDistributedSampler,
 )
 from lightning_ddp_ext.errors import ConfigurationError
@@ -321,6 +322,12 @@ def test_items_beyond_a_samplers_length_are_not_read() -> None:
     """A sampler may yield more items than its length, which count for nothing."""
     parts = dealt(partial(DistributedBatchSamplerWrapper, Drawing(7, promised=6)), 2)
     assert len(in_turn(parts)) == 6
+
+
+@pytest.mark.parametrize("promised", [9, 6])
+def test_a_rank_that_draws_by_itself_reads_what_there_is(promised: int) -> None:
+    """A sampler may yield less than its length; items beyond the length are left out."""
+    assert len([*RankOrderSampler(Drawing(7, promised))]) == min(7, promised)
 
 
 class Rotating(Sampler[int]):

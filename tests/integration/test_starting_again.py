@@ -95,6 +95,18 @@ def sampled_by(draw: Callable[[int], int]) -> Loaders:
     return lambda rank, world_size: DataLoader(Numbers(SAMPLES), 2, sampler=Drawing(draw))
 
 
+class WithoutLength:
+    """A sampler without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SAMPLES))
+
+
+def sampled_without_length(rank: int, world_size: int) -> DataLoader[Any]:
+    sampler: Any = WithoutLength()
+    return DataLoader(Numbers(SAMPLES), 2, sampler=sampler)
+
+
 def by_the_clock(count: int) -> int:
     return next(CLOCK) % count
 
@@ -158,6 +170,9 @@ CHANGES = {
     ),
     "a sampler by the clock": same(
         sampled_by(by_the_clock), OTHER_ORDER, batches=8, options=UNDIVIDED
+    ),
+    "a sampler without a length": same(
+        sampled_without_length, UNKNOWN_ORDER, batches=8, options=UNDIVIDED
     ),
     "a divided sampler by the clock": same(sampled_by(by_the_clock), OTHER_ORDER),
     "more samples": Change(
