@@ -7,25 +7,18 @@ numbers as with a loader that is not wrapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from lightning_ddp_ext.data.epochs import (
-    has_set_epoch,
-    prepare_workers,
-    samplers_below,
-    set_epoch,
-)
-from lightning_ddp_ext.data.position import UNKNOWN_PLACE, Place, Position, position_of
+from lightning_ddp_ext.data.epochs import prepare_workers, samplers_below, set_epoch
+from lightning_ddp_ext.data.position import Position
 from lightning_ddp_ext.data.proxy import (
+    is_of_torch,
     is_stateful,
     iterable_of,
-    iterates_as_torch,
-    name_of,
     own_copy,
     show,
 )
@@ -54,9 +47,12 @@ class DistributedLoader:
             without a state.
         length: the number of batches that replaces the loader's own length; ``None`` to
             keep it.
-        start_evaluation: given the loader inside, starts an evaluation's iterator over it.
+        even_batches: the batches of an evaluation in which each sample counts once; ``None``
+            if it reads the loader's own.
         has_seeded_kept_workers: whether workers persist, and have been seeded.
-        on_iterator: called with this loader when an iterator is created, if given.
+        on_iterator: called when an iterator is created, if given.
+        position: where the epochs of a loader of training data continue; ``None`` for
+            other data.
 
     >>> loader = DistributedLoader([1, 2], lambda loader, iterator: iter(loader.loader))
     >>> len(loader), list(loader), list(loader)
@@ -72,15 +68,12 @@ class DistributedLoader:
         # The owner of a state may read it, so the loader is not copied.
         self.loader = source if is_stateful(source) else own_copy(source)
         self.length: int | None = None
-        self.start_evaluation: Callable[[Any], Iterator[Any]] = iter
-        self.on_iterator: Callable[[DistributedLoader], object] | None = None
+        self.even_batches: Any = None
+        self.on_iterator: Callable[[], object] | None = None
+        self.position: Position | None = None
         self._epoch = -1  # of the objects inside
         self._generator_state: torch.Tensor | None = None  # that gives the drawn seed
         self.has_seeded_kept_workers = False
-
-    def copy_loader(self) -> None:
-        """Read a copy, which can be changed, even of a loader with a state."""
-        self.loader = own_copy(self.loader)
 
     def shown(self) -> Any:
         """Return a proxy of this loader with the class and attributes of ``loader``.
@@ -101,13 +94,8 @@ class DistributedLoader:
             is_set = samplers_set_by_lightning(self.loader) if is_set_by_lightning else ()
             set_epoch(self.loader, epoch, except_for=is_set)
 
-    def draw_worker_seed(self) -> None:
-        """Draw what torch draws when an iterator is created, for when it starts.
-
-        Torch draws nothing if workers persist from an earlier iterator.
-        """
-        if not _draws_seed_on_cpu(self.loader) or self.has_seeded_kept_workers:
-            return
+    def _draw_worker_seed(self) -> None:
+        """Draw what torch draws when an iterator is created, for when it starts."""
         self.has_seeded_kept_workers = self.loader.persistent_workers
         source = self.loader.generator or torch.default_generator
         self._generator_state = source.get_state()
@@ -133,92 +121,14 @@ class DistributedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if self.on_iterator is not None:
-            self.on_iterator(self)
-        self.draw_worker_seed()
+            self.on_iterator()
+        # Torch draws nothing if workers persist from an earlier iterator.
+        if _draws_seed_on_cpu(self.loader) and not self.has_seeded_kept_workers:
+            self._draw_worker_seed()
         return LazyIterator(self)
 
     def __len__(self) -> int:
         return len(self.loader) if self.length is None else self.length
-
-
-class TrainingLoader(DistributedLoader):
-    """A loader of training data, whose epochs can continue in their middle.
-
-    Args:
-        source, start_iterator, is_dealt: see :class:`DistributedLoader`.
-
-    Attributes:
-        position: finds places in the loader, once :meth:`make_position` was called.
-        name: the name of the data in warnings.
-        start: where the epoch begins in this run.
-        done: the number of batches of the epoch that were done before.
-    """
-
-    position: Position
-
-    def __init__(
-        self, source: Any, start_iterator: StartIterator, *, is_dealt: bool = False
-    ) -> None:
-        super().__init__(source, start_iterator, is_dealt=is_dealt)
-        self.name = name_of(self.loader)
-        self.start_epoch(-1)
-
-    def make_position(self, read_ahead: int) -> None:
-        """Find out how an epoch can continue, see :func:`~.position.position_of`."""
-        self.position = position_of(self.loader, read_ahead)
-
-    def start_epoch(self, epoch: int) -> None:
-        """Make the next iterators start at the beginning of an epoch."""
-        self.start = Place(epoch)
-        self.done = 0
-        self._state: Any = None  # of the start, if it is within the epoch
-        self._number = -1  # of the newest iterator
-
-    def iterate(self) -> Iterator[Any]:
-        """Start the next iterator of the epoch."""
-        is_first = self._number < self.start.number
-        if is_first:
-            self._number = self.start.number
-            return self.position.iterate(self.start, self._state)
-        self._number += 1
-        return self.position.iterate(Place(self.start.epoch, self._number))
-
-    def state_after(self, done: int) -> dict[str, Any]:
-        """Return where this rank is after ``done`` batches of the epoch."""
-        place = self.start
-        batches = done - self.done
-        while place.number < self._number and batches > self.position.left(place.at):
-            batches -= int(self.position.left(place.at))
-            place = Place(place.epoch, place.number + 1)
-        place = replace(place, at=self.position.after(place.at, batches))
-        state = self._state if self._number < 0 else self.position.state_at(place)
-        return {"kind": self.position.kind, "number": place.number, "at": place.at, "state": state}
-
-    def continue_epoch(
-        self, epoch: int, saved: dict[str, Any], checksums: Sequence[int | None]
-    ) -> str | None:
-        """Make the next iterators continue where another run was.
-
-        Return why that is impossible, if it is, with the remedy.
-
-        Args:
-            epoch: the epoch.
-            saved: what :meth:`state_after` returned in that run.
-            checksums: those of each rank's position in that run.
-        """
-        self.start_epoch(epoch)
-        if self.position.problem is not None:
-            return self.position.problem
-        if saved["kind"] != self.position.kind:
-            return "is of another kind than before; resume with the same loader"
-        if saved["state"] is None:
-            return UNKNOWN_PLACE
-        place = Place(epoch, saved["number"], saved["at"])
-        problem = self.position.check(place, saved["state"], checksums)
-        if problem is None:
-            self.start = place
-            self._state = saved["state"]
-        return problem
 
 
 class LazyIterator(Iterator[Any]):
@@ -244,8 +154,7 @@ class LazyIterator(Iterator[Any]):
         return self._batches
 
     def __next__(self) -> Any:
-        has_started = self._batches is not None
-        if has_started and self.before_next is not None:
+        if self._batches is not None and self.before_next is not None:
             self.before_next()
         return next(self.start())
 
@@ -266,7 +175,7 @@ class UnsentGenerator(torch.Generator):
 
 def _draws_seed_on_cpu(loader: Any) -> bool:
     """Whether a loader's iterator draws a seed as torch does, and on the CPU."""
-    if not iterates_as_torch(loader):
+    if not is_of_torch(loader, "__iter__"):
         return False
     generator = loader.generator
     has_cpu_generator = generator is None or generator.device.type == "cpu"
@@ -283,10 +192,8 @@ def samplers_set_by_lightning(loader: Any) -> list[Any]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     found: list[Any] = []
     for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
-        if isinstance(sampler, GlobalOrderSampler):
-            found += samplers_below(sampler)
-        elif has_set_epoch(sampler):
-            found.append(sampler)
+        passes_on = isinstance(sampler, GlobalOrderSampler)
+        found += samplers_below(sampler) if passes_on else [sampler]
     return found
 
 

@@ -7,7 +7,7 @@ object is shown through a proxy of its class with another iterator.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, TypeVar
 
@@ -41,11 +41,12 @@ def index_sampler_of(loader: Any) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-def iterates_as_torch(loader: object) -> bool:
-    """Whether a loader's ``__iter__`` is that of torch's or torchdata's ``DataLoader``."""
+def is_of_torch(loader: object, *methods: str) -> bool:
+    """Whether these methods of a loader are those of torch's or torchdata's ``DataLoader``."""
     if not isinstance(loader, DataLoader):
         return False
-    return type(loader).__iter__.__module__.partition(".")[0] in ("torch", "torchdata")
+    modules = [getattr(type(loader), name).__module__ for name in methods]
+    return all(module.partition(".")[0] in ("torch", "torchdata") for module in modules)
 
 
 def is_stateful(loader: object) -> bool:
@@ -201,54 +202,12 @@ def _proxy_class(original: type) -> type:
         return type(original.__name__, (Proxy,), namespace)
 
 
-class PermanentBatchSampler:
-    """Yields the items of another sampler, or those set for the next iterator.
+def read_instead(loader: DataLoader[Any], items: Iterable[Any]) -> None:
+    """Make one of our loaders read the indices in ``items``, and still show its own sampler.
 
-    A loader keeps the same object in all epochs, because torch's persistent workers
-    keep the sampler of the first iterator. The length is that of a whole epoch, because
-    loops count batches from the beginning of the epoch.
-
-    Args:
-        batch_sampler: a batch sampler, or a sampler if the loader does not make
-            batches.
-
-    >>> sampler = PermanentBatchSampler(["a", "b", "c"])
-    >>> sampler.draw_next_by(lambda: iter(["c"]))
-    >>> list(sampler), list(sampler), len(sampler)
-    (['c'], ['a', 'b', 'c'], 3)
+    ``items`` stays in all epochs, because torch's persistent workers keep the sampler of
+    the first iterator. A loader with workers creates two iterators, and reads the second.
     """
-
-    def __init__(self, batch_sampler: Iterable[Any]) -> None:
-        self.batch_sampler = batch_sampler
-        self._draw: Callable[[], Iterator[Any]] | None = None
-
-    def draw_next_by(self, draw: Callable[[], Iterator[Any]]) -> None:
-        """Make the next iterator yield the items of ``draw()``.
-
-        ``draw`` is called when the first item is requested.
-        """
-        self._draw = draw
-
-    def __iter__(self) -> Iterator[Any]:
-        # A generator, because a loader with workers creates two iterators and reads the second.
-        draw = self._draw
-        self._draw = None
-        yield from self.batch_sampler if draw is None else draw()
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)  # type: ignore[arg-type]
-
-
-def make_permanent(
-    loader: DataLoader[Any], items: Iterable[Any] | None = None
-) -> PermanentBatchSampler:
-    """Wrap the index sampler of one of our loaders, and return the wrapper.
-
-    If ``items`` is given, the loader reads these, and still shows its own sampler.
-    """
-    index_sampler = index_sampler_of(loader)
-    permanent = PermanentBatchSampler(index_sampler if items is None else items)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     # A DataLoader refuses to change it.
-    object.__setattr__(loader, name, show(index_sampler, permanent))
-    return permanent
+    object.__setattr__(loader, name, show(index_sampler_of(loader), items))

@@ -20,8 +20,6 @@ GLOBAL_GENERATORS: tuple[Any, ...] = (
     np.random.get_state.__self__,  # type: ignore[attr-defined]
     random.getstate.__self__,  # type: ignore[attr-defined]
 )
-# Mixed into the seed of each generator.
-_FOR_PYTHON, _FOR_NUMPY, _FOR_TORCH = range(3)
 
 
 def generators_of(*owners: object) -> list[Any]:
@@ -30,13 +28,13 @@ def generators_of(*owners: object) -> list[Any]:
     A generator is one of torch, NumPy or Python.
     """
     values = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
-    generators = {id(value): value for value in values if _is_generator(value)}
+    # A `SystemRandom` has no state.
+    generators = {
+        id(value): value
+        for value in values
+        if isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom)
+    }
     return list(generators.values())
-
-
-def _is_generator(value: object) -> bool:
-    has_no_state = isinstance(value, random.SystemRandom)
-    return isinstance(value, _KINDS) and not has_no_state
 
 
 def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
@@ -56,18 +54,16 @@ def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
     >>> (torch.rand(()), np.random.rand(), random.random()) == drawn
     True
     """
-    every = (*GLOBAL_GENERATORS, *generators)
-    return [(_kind_of(generator), _state_of(generator)) for generator in every]
+    return [_state_of(generator) for generator in (*GLOBAL_GENERATORS, *generators)]
 
 
 def restore_random_state(recorded: Sequence[Any], generators: Sequence[Any] = ()) -> None:
     """Restore the states that :func:`record_random_state` returned.
 
-    A generator whose kind has changed since then is skipped.
+    Generators beyond those that were recorded are left as they are.
     """
-    for generator, (kind, state) in zip((*GLOBAL_GENERATORS, *generators), recorded, strict=False):
-        if kind == _kind_of(generator):
-            _set_state(generator, state)
+    for generator, state in zip((*GLOBAL_GENERATORS, *generators), recorded, strict=False):
+        _set_state(generator, state)
 
 
 def keys_of(generators: Iterable[Any]) -> list[int]:
@@ -82,22 +78,6 @@ def keys_of(generators: Iterable[Any]) -> list[int]:
         else zlib.crc32(repr(_state_of(each)).encode())
         for each in generators
     ]
-
-
-@contextmanager
-def preserve_random_state(generators: Sequence[Any] = ()) -> Iterator[None]:
-    """Restore the current states after the block."""
-    state = record_random_state(generators)
-    try:
-        yield
-    finally:
-        restore_random_state(state, generators)
-
-
-def _kind_of(generator: Any) -> str:
-    """Return a generator's class, with torch's device: "PCG64", "Generator cuda"."""
-    owner = getattr(generator, "bit_generator", generator)
-    return f"{type(owner).__name__} {getattr(generator, 'device', '')}".partition(":")[0].strip()
 
 
 def _state_of(generator: Any) -> Any:
@@ -166,8 +146,7 @@ def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = No
     """
     process = 0 if worker is None else worker + 1
     for_python, for_numpy, for_torch = (
-        mix(seed, epoch, rank, process, generator)
-        for generator in (_FOR_PYTHON, _FOR_NUMPY, _FOR_TORCH)
+        mix(seed, epoch, rank, process, generator) for generator in range(3)
     )
     random.seed(for_python)
     np.random.seed([for_numpy % 2**32, for_numpy >> 32])  # NumPy takes 32 bits at a time
@@ -189,11 +168,14 @@ def seeded(seed: int, *owners: object, keys: Sequence[int] = ()) -> Iterator[Non
     True
     """
     others = generators_of(*owners)
+    states = record_random_state(others)
     pairs = zip_longest((*GLOBAL_GENERATORS, *others), keys, fillvalue=0)
-    with preserve_random_state(others):
-        for number, (generator, key) in enumerate(pairs):
-            _seed(generator, mix(seed, number, key))
+    for number, (generator, key) in enumerate(pairs):
+        _seed(generator, mix(seed, number, key))
+    try:
         yield
+    finally:
+        restore_random_state(states, others)
 
 
 def _seed(generator: Any, seed: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import marshal
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, ClassVar, get_args
 
@@ -22,8 +22,9 @@ from typing_extensions import override
 from lightning_ddp_ext.arguments import check_choice, integer, length_of
 from lightning_ddp_ext.data.epochs import has_set_epoch, samplers_below
 from lightning_ddp_ext.data.permutation import Permutation, Shard, Uneven
-from lightning_ddp_ext.data.random_state import mix, seeded
+from lightning_ddp_ext.data.random_state import generators_of, keys_of, mix, seeded
 from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.nested import values_of
 
 STATE_VERSION = 1
 
@@ -52,6 +53,8 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     Attributes:
         dataset, shuffle, seed, uneven: the arguments.
         epoch: the epoch whose order is read next.
+        position: the position in the global order at which an iterator starts, which is
+            the same on every rank; set by :meth:`resume_at`.
         drawn_order: the order that the next iterator reads, if the caller has set one;
             otherwise the iterator computes it.
         fingerprint: the checksum of the latest order that was drawn; 0 if the length,
@@ -80,7 +83,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self.seed = integer(seed, "seed", remedy="pass seed=0, the same on every rank")
         self.uneven: Uneven = uneven
         self.epoch = 0
-        self._position = 0
+        self.position = 0
         self.drawn_order: Order | None = None
         self.fingerprint = 0
 
@@ -143,7 +146,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         return chain.from_iterable(self._iterate())
 
     def _iterate(self) -> Iterator[list[Any]]:
-        shard = self.shard(self._position)
+        shard = self.shard(self.position)
         order = self.drawn_order or self.compute_order()
         self.drawn_order = None
         for begin in range(0, len(shard), BLOCK):
@@ -161,14 +164,6 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             self.resume_at(epoch, 0)
 
     # The position.
-
-    @property
-    def position(self) -> int:
-        """The position in the global order at which an iterator starts.
-
-        It is the same on every rank.
-        """
-        return self._position
 
     def shard(self, start: int) -> Shard:
         """Return the shard that this rank reads from position ``start`` on.
@@ -197,7 +192,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         """
         epoch = integer(epoch, "epoch", remedy=_EPOCH_REMEDY)
         remedy = "a position is only valid for the length that it was saved with"
-        self._position = integer(position, "position", at_most=self.length, remedy=remedy)
+        self.position = integer(position, "position", at_most=self.length, remedy=remedy)
         self.epoch = epoch
         self.drawn_order = None
         self._set_wrapped_epoch()
@@ -343,24 +338,24 @@ class TorchOrderSampler(ScalableDistributedSampler):
 
 
 class DistributedBatchSamplerWrapper(GlobalOrderSampler):
-    """Splits the batches of any batch sampler among the ranks.
+    """Splits the batches of any batch sampler, or the indices of a sampler, among the ranks.
 
-    Pass it as ``DataLoader(batch_sampler=...)``. When an epoch begins, every rank draws
-    the batches of all ranks and yields its own: the k-th batch belongs to rank k modulo
-    the number of ranks. During the draw, the global generators and those of the batch
-    sampler are seeded from ``seed`` and the epoch. ``position`` counts the batches of
-    all ranks.
+    Pass it as ``DataLoader(batch_sampler=...)``, or as ``sampler=...``. When an epoch
+    begins, every rank draws the items of all ranks and yields its own: the k-th item
+    belongs to rank k modulo the number of ranks. During the draw, the global generators
+    and those of the batch sampler are seeded from ``seed`` and the epoch. ``position``
+    counts the items of all ranks.
 
     Args:
-        batch_sampler: anything that yields batches and has a length; ``set_epoch`` is
-            called on it and on the samplers that it wraps.
+        batch_sampler: anything that yields batches or indices, and has a length;
+            ``set_epoch`` is called on it and on the samplers that it wraps.
         num_replicas, rank, seed: as for ``ScalableDistributedSampler``.
         uneven: ``"pad"`` reads the epoch's first batches again, ``"drop"`` leaves the
             last batches out, ``"exact"`` gives some ranks one more batch.
 
     Raises:
-        ConfigurationError: an argument is invalid; or, during iteration, fewer batches
-            are drawn than the length.
+        ConfigurationError: an argument is invalid; or, during iteration on several
+            ranks, fewer batches are drawn than the length.
 
     >>> from torch.utils.data import BatchSampler, SequentialSampler
     >>> batches = BatchSampler(SequentialSampler(range(6)), batch_size=2, drop_last=False)
@@ -370,7 +365,7 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
     """
 
     kind: ClassVar[str] = "batches"
-    _field: ClassVar[str] = "batch_sampler"  # name of the argument in errors
+    _keys: Sequence[int] = ()  # mixed into the seeds, see `random_state.keys_of`
 
     def __init__(
         self,
@@ -381,7 +376,7 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
         seed: int = 0,
         uneven: Uneven = "pad",
     ) -> None:
-        length_of(batch_sampler, self._field, _LENGTH_REMEDY)  # raises if it has none
+        length_of(batch_sampler, "batch_sampler", _LENGTH_REMEDY)  # raises if it has none
         super().__init__(
             batch_sampler,
             num_replicas=num_replicas,
@@ -395,7 +390,7 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
     @override
     def length(self) -> int:
         """The current length of the wrapped sampler."""
-        return length_of(self.dataset, self._field, _LENGTH_REMEDY)
+        return length_of(self.dataset, "batch_sampler", _LENGTH_REMEDY)
 
     @override
     def _set_wrapped_epoch(self) -> None:
@@ -407,33 +402,54 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
     def compute_order(self) -> Order:
         """Draw the items of all ranks, and return a function from positions to items.
 
+        Items beyond the length are left out.
+
         Raises:
-            ConfigurationError: fewer items are drawn than the length.
+            ConfigurationError: fewer items are drawn than the length, on several ranks.
         """
         length = self.length
-        with seeded(mix(self.seed, self.epoch), *samplers_below(self.dataset)):
+        owners = samplers_below(self.dataset)
+        with seeded(mix(self.seed, self.epoch), *owners, keys=self._keys):
             # A batch sampler may reuse one list or array.
             items = map(copy_of_collection, islice(self.dataset, length))
             drawn = np.fromiter(items, dtype=object)
-        if len(drawn) < length:
+        if len(drawn) < length and self.num_replicas > 1:
             raise ConfigurationError(
-                f"{self._field} must yield at least len({self._field}) = {length} items (got"
+                f"batch_sampler must yield at least its length of {length} items (got"
                 f" {len(drawn)}); correct {type(self.dataset).__name__}.__len__"
             )
         self.fingerprint = checksum_of(drawn.tolist())
-        return drawn.__getitem__
+
+        def items_at(positions: NDArray[np.int64]) -> NDArray[Any]:
+            return drawn[positions[positions < len(drawn)]]
+
+        return items_at
 
 
-class SharedSampler(DistributedBatchSamplerWrapper):
-    """Splits the indices of any sampler with a length among the ranks in the same way.
+class RankOrderSampler(DistributedBatchSamplerWrapper):
+    """Yields all items that any sampler draws on this rank.
 
-    >>> from torch.utils.data import WeightedRandomSampler
-    >>> len(SharedSampler(WeightedRandomSampler([1.0, 0.0, 2.0], 6), num_replicas=2, rank=0))
-    3
+    The loader sets the epoch of the wrapped sampler.
     """
 
-    kind: ClassVar[str] = "shared"
-    _field: ClassVar[str] = "sampler"
+    kind: ClassVar[str] = "rank's own"
+
+    def __init__(self, sampler: Any) -> None:
+        super().__init__(sampler, num_replicas=1, rank=0, uneven="exact")
+        self._own_keys = keys_of(generators_of(*samplers_below(sampler)))
+
+    def set_order(self, seed: int, keys: Sequence[int]) -> None:
+        """Set the seed, and the keys of this rank's global generators.
+
+        Ranks with equal keys draw equal orders, because a user's sampler may take its
+        part of an order that all ranks draw.
+        """
+        self.seed = seed
+        self._keys = [*keys, *self._own_keys]
+
+    @override
+    def _set_wrapped_epoch(self) -> None:
+        """Leave the epoch that the loader has set."""
 
 
 def in_order(positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -441,13 +457,15 @@ def in_order(positions: NDArray[np.int64]) -> NDArray[np.int64]:
     return positions
 
 
-def checksum_of(indices: list[Any], previous: int = 0) -> int:
-    """Continue the checksum ``previous`` with what a sampler yielded."""
+def checksum_of(indices: list[Any]) -> int:
+    """Return the checksum of what a sampler yielded."""
     try:
         content = marshal.dumps(indices, _STABLE_FORMAT)
-    except ValueError:  # such as tensors
-        content = repr(indices).encode()
-    return zlib.crc32(content, previous)
+    except ValueError:  # such as tensors, whose `repr` is slow
+        values = values_of(indices)
+        plain = [each.tolist() if isinstance(each, torch.Tensor) else each for each in values]
+        content = repr(plain).encode()
+    return zlib.crc32(content)
 
 
 def copy_of_collection(item: Any) -> Any:

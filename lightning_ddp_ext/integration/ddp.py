@@ -12,14 +12,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_ext.errors import ConfigurationError, DivergenceError
+from lightning_ddp_ext.errors import DivergenceError
 from lightning_ddp_ext.rank_lists import listed
 
 from .named_calls import enter_call
 from .private.compat import comm_hooks_of, unwrap_ddp
-from .private.lightning_tree import pl, rank_zero_warn
+from .private.lightning_tree import rank_zero_warn
 from .start.devices import RankDevicesStrategy
-from .strategy_ranks import refuse
 
 CommHook = Callable[..., Any]
 Wrapper = Callable[[CommHook], CommHook]
@@ -70,61 +69,27 @@ class GradientAveraging:
         if module is None:  # a user forms DDP without a Trainer
             module = ddp.module
         ignored = getattr(ddp, "parameters_to_ignore", ())
-        is_averaged = isinstance(ddp, DistributedDataParallel) and self._strategy.world_size > 1
-        self._averaged = {}
-        self.frozen = {}
+        named = {name: each for name, each in module.named_parameters() if name not in ignored}
+        self._averaged = {name: each for name, each in named.items() if each.requires_grad}
         self._is_accumulating = False
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and name not in ignored:
-                self._averaged[name] = parameter
-            elif is_averaged and name not in ignored:
-                self.frozen[name] = parameter
+        self.frozen = {}
+        if isinstance(ddp, DistributedDataParallel) and self._strategy.world_size > 1:
+            self.frozen = {name: each for name, each in named.items() if not each.requires_grad}
         if self._hook is not None and self._strategy.root_device.type == "cpu":
             hook = self._hook if self._wrapper is None else self._wrapper(self._hook)
             self._register(ddp, hook)
 
     def _register(self, ddp: Any, hook: CommHook) -> None:
         """Register the comm hook on CPU, or warn why it only works on GPUs."""
-        reason = None
-        state = self._state
-        lacks_group = (
-            isinstance(state, PostLocalSGDState)
-            and state.post_local_gradient_allreduce
-            and state.subgroup is None
-        )
-        if lacks_group:
-            reason = "its PostLocalSGDState needs subgroup="
-        else:
-            try:
-                ddp.register_comm_hook(state, hook)
-            except Exception as error:
-                reason = str(error)
-        if reason is not None:
+        state: Any = self._state
+        is_local = isinstance(state, PostLocalSGDState) and state.post_local_gradient_allreduce
+        try:
+            if is_local and state.subgroup is None:
+                raise ValueError("its PostLocalSGDState needs subgroup=")
+            ddp.register_comm_hook(state, hook)
+        except Exception as error:
             name = getattr(hook, "__name__", repr(hook))
-            rank_zero_warn(f"ddp_comm_hook {name} is left out on CPU: {reason}")
-
-    def check_first_step(self) -> None:
-        """Refuse a static graph whose first batches only accumulate gradients.
-
-        Collective: every rank must call it.
-
-        Raises:
-            ConfigurationError: torch would report an internal error.
-        """
-        trainer = self._strategy.current_trainer
-        factors = [
-            callback.get_accumulate_grad_batches(trainer.current_epoch)
-            for callback in trainer.callbacks
-            if isinstance(callback, pl.callbacks.GradientAccumulationScheduler)
-        ]
-        batches = max([trainer.accumulate_grad_batches, *factors])
-        if batches > 1 and getattr(self._strategy.model, "static_graph", False):
-            error = ConfigurationError(
-                f"static_graph=True needs a first step of one batch (got {batches}, by"
-                " accumulate_grad_batches); remove static_graph, or accumulate from the second"
-                f" epoch with GradientAccumulationScheduler({{1: {batches}}})"
-            )
-            refuse(self._strategy, error)
+            rank_zero_warn(f"ddp_comm_hook {name} is left out on CPU: {error}")
 
     # Parameters that are unfrozen during training; see
     # https://github.com/Lightning-AI/pytorch-lightning/issues/20340.
@@ -161,8 +126,16 @@ class GradientAveraging:
         if not comm_hooks_of(ddp):
             for state, hook in hooks:  # registered by user code
                 ddp.register_comm_hook(state, hook)
-        if isinstance(self._state, PowerSGDState):
-            _restart(self._state)
+        own_state = self._state
+        if isinstance(own_state, PowerSGDState):
+            # It has tensors for each bucket, and DDP changes buckets again after a step.
+            own_state.iter = min(own_state.iter, own_state.start_powerSGD_iter - 2)
+            for by_bucket in (
+                own_state.error_dict,
+                own_state.p_memory_dict,
+                own_state.q_memory_dict,
+            ):
+                by_bucket.clear()
 
     def refuse_unfrozen(self) -> None:
         """Raise before a backward pass if parameters were unfrozen within the step.
@@ -216,13 +189,3 @@ def _refusal(unfrozen: list[str], too_late: str) -> DivergenceError:
         " on_train_epoch_start, or with a callback such as BackboneFinetuning",
         names=tuple(unfrozen),
     )
-
-
-def _restart(state: PowerSGDState) -> None:
-    """Make PowerSGD average without compression until DDP has its final buckets.
-
-    DDP changes them after its first step, and the state has a tensor for each bucket.
-    """
-    state.iter = min(state.iter, state.start_powerSGD_iter - 2)
-    for by_bucket in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
-        by_bucket.clear()

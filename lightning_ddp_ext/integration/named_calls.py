@@ -34,8 +34,10 @@ def enter_broadcast(src: int, caller: object, *, is_training: bool) -> None:
     """
     if is_training and isinstance(caller, pl.Callback):
         return
-    remedy = "read properties that broadcast, such as trainer.log_dir, on every rank"
-    enter_call(f"a broadcast from rank {src}", remedy=remedy)
+    enter_call(
+        f"a broadcast from rank {src}",
+        remedy="read properties that broadcast, such as trainer.log_dir, on every rank",
+    )
 
 
 def enter_decision(caller: object) -> None:

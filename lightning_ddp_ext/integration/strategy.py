@@ -343,9 +343,8 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self._averaging.check_first_step()
         self._data.uneven.report_step_if_even()
-        self._data.on_train_start()
+        self._data.resume.on_train_start()
         self._stops.weights.on_train_start(trainer_of(self.lightning_module))
 
     @override
@@ -398,7 +397,8 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._data.on_train_batch_start(batch)
+        self._data.resume.on_train_batch_start()
+        self._data.uneven.on_train_batch_start(batch)
         if self._averaging.frozen:
             self._averaging.include_unfrozen()
 

@@ -20,8 +20,8 @@ from torch.utils.data import BatchSampler, Sampler
 
 from lightning_ddp_ext.data.samplers import (
     DistributedBatchSamplerWrapper,
+    RankOrderSampler,
     ScalableDistributedSampler,
-    SharedSampler,
 )
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.integration.data.evaluation import EvenBatches
@@ -95,7 +95,7 @@ def sampler_of(kind: str, length: int, **options: Any) -> Make:
         samplers = {
             "scalable": partial(ScalableDistributedSampler, range(length)),
             "in order": partial(ScalableDistributedSampler, range(length), shuffle=False),
-            "shared": partial(SharedSampler, drawing),
+            "shared": partial(DistributedBatchSamplerWrapper, drawing),
             "batches": partial(DistributedBatchSamplerWrapper, BatchSampler(drawing, 3, False)),
         }
         return samplers[kind](num_replicas=world_size, rank=rank, **options)
@@ -261,7 +261,6 @@ def one_sample(*arguments: Any, **options: Any) -> ScalableDistributedSampler:
             lambda: ScalableDistributedSampler(iter([1])),
             r"dataset must have a length \(got list_iterator",
         ),
-        (lambda: SharedSampler(iter([])), r"sampler must have a length \(got list_iterator"),
         (
             lambda: DistributedBatchSamplerWrapper(iter([])),
             r"batch_sampler must have a length \(got list_iterator",
@@ -313,16 +312,22 @@ def test_a_batch_sampler_may_reuse_one_batch(batch: Any) -> None:
 
 def test_a_sampler_that_yields_too_little_is_named() -> None:
     """A sampler must yield as many items as its length."""
-    too_short = SharedSampler(Drawing(7, promised=9), 2, 0)
-    message = r"at least len\(sampler\) = 9 items \(got 7\); correct Drawing"
+    too_short = DistributedBatchSamplerWrapper(Drawing(7, promised=9), 2, 0)
+    message = r"at least its length of 9 items \(got 7\); correct Drawing"
     with pytest.raises(ConfigurationError, match=message):
         list(too_short)
 
 
 def test_items_beyond_a_samplers_length_are_not_read() -> None:
     """A sampler may yield more items than its length, which count for nothing."""
-    parts = dealt(partial(SharedSampler, Drawing(7, promised=6)), 2)
+    parts = dealt(partial(DistributedBatchSamplerWrapper, Drawing(7, promised=6)), 2)
     assert len(in_turn(parts)) == 6
+
+
+@pytest.mark.parametrize("promised", [9, 6])
+def test_a_rank_that_draws_by_itself_reads_what_there_is(promised: int) -> None:
+    """A sampler may yield less than its length; items beyond the length are left out."""
+    assert len([*RankOrderSampler(Drawing(7, promised))]) == min(7, promised)
 
 
 class Rotating(Sampler[int]):
@@ -342,8 +347,8 @@ class Rotating(Sampler[int]):
 def test_even_batches_are_of_one_order() -> None:
     """The last sample of each rank is of the order in which the others were drawn."""
 
-    def make(world_size: int, rank: int) -> SharedSampler:
-        return SharedSampler(Rotating(7), world_size, rank)
+    def make(world_size: int, rank: int) -> DistributedBatchSamplerWrapper:
+        return DistributedBatchSamplerWrapper(Rotating(7), world_size, rank)
 
     samplers = [make(2, rank) for rank in range(2)]
     batches = [EvenBatches(BatchSampler(own, 2, drop_last=False), own) for own in samplers]

@@ -186,37 +186,3 @@ def test_parameters_that_a_second_backward_pass_leaves_out_are_named(tmp_path: P
             r" layers\.1\.bias, layers\.3\.weight, layers\.3\.bias; DDP waits for their gradients",
             outcome.failure.message,
         ), outcome.failure.message
-
-
-def schedule_accumulation(begins_in_epoch: int) -> L.Callback:
-    return L.pytorch.callbacks.GradientAccumulationScheduler({begins_in_epoch: 2})
-
-
-@pytest.mark.parametrize(
-    ("callbacks", "options"),
-    [([], {"accumulate_grad_batches": 2}), ([schedule_accumulation(0)], {})],
-    ids=["the Trainer's option", "a scheduler"],
-)
-def test_a_static_graph_whose_first_step_accumulates_is_refused(
-    callbacks: list[L.Callback], options: dict[str, Any], tmp_path: Path
-) -> None:
-    """The error comes before the first step, with both remedies; torch's would be internal."""
-    strategy = {"static_graph": True}
-    for outcome in training.fit_on(
-        2, tmp_path, training.Net(), *callbacks, strategy=strategy, **options
-    ):
-        assert outcome.failure.type_name == "ConfigurationError", outcome.story()
-        assert outcome.failure.message.startswith(
-            "static_graph=True needs a first step of one batch (got 2, by accumulate_grad_batches);"
-            " remove static_graph, or accumulate from the second epoch with"
-            " GradientAccumulationScheduler({1: 2})"
-        )
-
-
-def test_a_static_graph_may_accumulate_from_the_second_epoch(tmp_path: Path) -> None:
-    """This is the remedy that the error names."""
-    strategy = {"static_graph": True}
-    for outcome in training.fit_on(
-        2, tmp_path, training.Net(), schedule_accumulation(1), strategy=strategy
-    ):
-        assert outcome.exit_code == 0, outcome.story()

@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from math import ceil
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
@@ -33,8 +32,9 @@ from lightning_ddp_ext.data.position import global_order_of
 from lightning_ddp_ext.data.proxy import (
     each_of,
     index_sampler_of,
-    iterates_as_torch,
-    make_permanent,
+    is_of_torch,
+    own_copy,
+    read_instead,
 )
 from lightning_ddp_ext.data.samplers import GlobalOrderSampler
 
@@ -81,19 +81,18 @@ class Evaluation:
 
         Collective.
         """
-        is_on_several_ranks = dist.is_initialized() and self._strategy.world_size > 1
-        if not (self.is_exact and is_on_several_ranks):
+        if not self.is_exact or self._strategy.world_size == 1 or not dist.is_initialized():
             return
-        loader.start_evaluation = partial(self._start, None)
         # A step that takes an iterator may fetch several batches, of which some count.
         if takes_iterator(self._strategy.lightning_module, stage):
             return
         even = self._even_batches(loader)
-        samples_by_rank = ranks_of(self._strategy).gather(None if even is None else even.samples)
+        own_samples = None if even is None else even.sampler.length
+        samples_by_rank = ranks_of(self._strategy).gather(own_samples)
         if even is not None and len(set(samples_by_rank)) == 1:
-            loader.copy_loader()
-            make_permanent(loader.loader, even)
-            loader.start_evaluation = partial(self._start, even)
+            loader.loader = own_copy(loader.loader)
+            read_instead(loader.loader, even)
+            loader.even_batches = even
 
     def _even_batches(self, loader: DistributedLoader) -> EvenBatches | None:
         """Return even batches for a loader, or ``None`` to keep its own batches."""
@@ -107,13 +106,14 @@ class Evaluation:
             return None
         loop = active_loop_of(self._strategy.current_trainer)
         index_sampler: Any = index_sampler_of(loader.loader)
-        return EvenBatches(index_sampler, sampler, partial(_is_sequential, loop))
+        return EvenBatches(index_sampler, sampler, loop)
 
-    def _start(self, even: EvenBatches | None, loader: Any) -> Iterator[Any]:
+    def start(self, loader: DistributedLoader) -> Iterator[Any]:
         """Start an iterator now, while the caller has set the seed of its workers."""
+        even = loader.even_batches
         idle_ranks = () if even is None else even.repeating_ranks()
-        last = len(loader) - 1 if idle_ranks else -1
-        return self._recorded(iter(loader), last, idle_ranks)
+        last = len(loader.loader) - 1 if idle_ranks else -1
+        return self._recorded(iter(loader.loader), last, idle_ranks)
 
     def _recorded(
         self, batches: Iterator[Any], last: int, idle_ranks: tuple[int, ...]
@@ -129,25 +129,12 @@ class Evaluation:
         steps = self._idle_ranks_of_steps
         self.idle_ranks = steps.popleft() if steps else ()
         self.is_idle = self._strategy.global_rank in self.idle_ranks
+        trainer = self._strategy.current_trainer
         try:
-            with self._restoring_if_idle():
+            with _restoring_metrics(trainer) if self.is_idle else nullcontext():
                 yield
         finally:
             self.idle_ranks = ()
-
-    def _restoring_if_idle(self) -> AbstractContextManager[None]:
-        if not self.is_idle:
-            return nullcontext()
-        trainer = self._strategy.current_trainer
-        return _restoring_metrics(results_of(trainer), trainer.lightning_module)
-
-
-def _is_sequential(loop: Any) -> bool:
-    """Whether a loop reads its loaders one after another.
-
-    Each step then has a batch of one loader.
-    """
-    return mode_of(loop) == "sequential"
 
 
 def can_count_once(loader: DataLoader[Any]) -> bool:
@@ -163,7 +150,7 @@ def can_count_once(loader: DataLoader[Any]) -> bool:
         is_users = loader.batch_size is None and type(index_sampler) is not BatchSampler
         if is_users or index_sampler.drop_last:
             return False
-    return getattr(loader, "in_order", True) and iterates_as_torch(loader)
+    return getattr(loader, "in_order", True) and is_of_torch(loader, "__iter__")
 
 
 class EvenBatches:
@@ -179,8 +166,8 @@ class EvenBatches:
         index_sampler: the loader's own: a ``BatchSampler`` over ``sampler``, or
             ``sampler`` itself, whose items are then read one by one.
         sampler: one of our samplers.
-        separates_last: whether the last sample has a separate batch now; otherwise the
-            batches are those of ``index_sampler``.
+        loop: the loop that reads the loader, if any. If its steps have batches of
+            several loaders, the batches are those of ``index_sampler``.
 
     >>> from torch.utils.data import BatchSampler
     >>> from lightning_ddp_ext.data.samplers import ExactDistributedSampler
@@ -193,32 +180,27 @@ class EvenBatches:
         self,
         index_sampler: BatchSampler | GlobalOrderSampler,
         sampler: GlobalOrderSampler,
-        separates_last: Callable[[], bool] = lambda: True,
+        loop: Any = None,
     ) -> None:
         self._index_sampler = index_sampler
-        self._sampler = sampler
-        self._separates_last = separates_last
+        self.sampler = sampler
+        self._loop = loop
         self._batch_size: int | None = getattr(index_sampler, "batch_size", None)
-
-    @property
-    def samples(self) -> int:
-        """The number of samples of all ranks, without repeated ones."""
-        return self._sampler.length
 
     def repeating_ranks(self) -> tuple[int, ...]:
         """Return the ranks that repeat a sample in the last batch now."""
-        world_size = self._sampler.num_replicas
-        left_over = self._sampler.length % world_size
-        is_separate = left_over > 0 and self._separates_last()
+        world_size = self.sampler.num_replicas
+        left_over = self.sampler.length % world_size
+        is_separate = left_over > 0 and mode_of(self._loop) == "sequential"
         return tuple(range(left_over, world_size)) if is_separate else ()
 
     def __iter__(self) -> Iterator[Any]:
         if not self.repeating_ranks():
             yield from self._index_sampler
             return
-        order = self._sampler.compute_order()
+        order = self.sampler.compute_order()
         # The repeating ranks read one of the first items of the order last.
-        shard = replace(self._sampler.shard(0), uneven="pad")
+        shard = replace(self.sampler.shard(0), uneven="pad")
         items = order(shard.positions(0, len(shard))).tolist()
         if self._batch_size is None:
             yield from items
@@ -229,7 +211,7 @@ class EvenBatches:
     def __len__(self) -> int:
         if not self.repeating_ranks():
             return len(self._index_sampler)
-        whole = self._sampler.length // self._sampler.num_replicas
+        whole = self.sampler.length // self.sampler.num_replicas
         return ceil(whole / (self._batch_size or 1)) + 1
 
 
@@ -237,53 +219,48 @@ class EvenBatches:
 
 
 @contextmanager
-def _restoring_metrics(results: Mapping[str, Any], module: nn.Module) -> Iterator[None]:
-    """Restore logged values and metrics after the block.
-
-    Args:
-        results: Lightning's collection of logged values, by key.
-        module: the module whose metrics are restored, at any depth; ``results`` has
-            those logged from elsewhere.
-    """
-    metrics = _metrics_to_restore(results, module)
-    earlier = {number: _replace_by_copies(metric) for number, metric in metrics.items()}
+def _restoring_metrics(trainer: Any) -> Iterator[None]:
+    """Restore logged values and the module's metrics, at any depth, after the block."""
+    # By id, since the hash of a metric changes with its states.
+    earlier = {id(metric): _copied_states(metric) for metric in _metrics_to_restore(trainer)}
     yield  # after an exception, the run ends and nothing is restored
-    for number, metric in _metrics_to_restore(results, module).items():
-        states = earlier[number] if number in metrics else copy.deepcopy(metric._defaults)
+    for metric in _metrics_to_restore(trainer):
+        states = earlier.get(id(metric)) or copy.deepcopy(metric._defaults)
         attributes = vars(metric)
         for name in states.keys() & attributes.keys():  # a wrapper's are those of its metric
             attributes[name] = _with_form_of(attributes[name], states[name])
 
 
-def _replace_by_copies(metric: Metric) -> dict[str, Any]:
-    """Return a metric's states, by name, and let it change copies of them.
+def _copied_states(metric: Metric) -> dict[str, Any]:
+    """Return copies of a metric's states, by name.
 
     Tensors in lists are not copied, since they are batches, which do not change.
     """
     attributes = vars(metric)
     names = attributes.keys() & {*metric._defaults, "_update_count"}
     states = {name: attributes[name] for name in names}
-    for name, state in states.items():
-        attributes[name] = state.detach().clone() if isinstance(state, Tensor) else copy.copy(state)
-    return states
+    return {
+        name: state.detach().clone() if isinstance(state, Tensor) else copy.copy(state)
+        for name, state in states.items()
+    }
 
 
-def _metrics_to_restore(results: Mapping[str, Any], module: nn.Module) -> dict[int, Metric]:
-    """Return the metrics and logged values that an idle step must not change, by ``id``.
+def _metrics_to_restore(trainer: Any) -> list[Metric]:
+    """Return the metrics and logged values that an idle step must not change.
 
-    The hash of a metric changes with its states. Left out are values that are not reduced
-    across ranks, and metrics with a list that torchmetrics gathers item by item, because it
-    must have the same number of items on all ranks.
+    Left out are values that are not reduced across ranks, and metrics with a list that
+    torchmetrics gathers item by item, because it must have the same number of items on
+    all ranks.
     """
-    logged = results.values()
+    logged = results_of(trainer).values()
     reduced = [
         result
         for result in logged
         if result.is_tensor and result.meta.sync.should and not result.meta.sync.rank_zero_only
     ]
-    roots = [module, *(result.value for result in logged if not result.is_tensor)]
+    roots = [trainer.lightning_module, *(result.value for result in logged if not result.is_tensor)]
     metrics = [metric for root in roots for metric in root.modules() if isinstance(metric, Metric)]
-    return {id(metric): metric for metric in (*reduced, *metrics) if not _gathers_items(metric)}
+    return [metric for metric in (*reduced, *metrics) if not _gathers_items(metric)]
 
 
 def _gathers_items(metric: Metric) -> bool:
@@ -300,9 +277,8 @@ def _gathers_items(metric: Metric) -> bool:
 def _with_form_of(state: Any, earlier: Any) -> Any:
     """Return an earlier state with the type, dtype and shape that the step has given it."""
     if isinstance(earlier, Tensor) and isinstance(state, Tensor):
-        if earlier.ndim < state.ndim:
-            earlier = earlier.expand(state.shape).clone()
-        return earlier.to(state)
+        is_default = earlier.ndim < state.ndim
+        return torch.empty_like(state).copy_(earlier) if is_default else earlier.to(state)
     if isinstance(earlier, list) and not earlier and state:
         return [torch.atleast_1d(state[0])[:0]]
     return earlier

@@ -9,35 +9,61 @@ whose iterators do nothing until their first batch is requested. Then:
    begins, and the iterators of all training loaders start, so that all of them draw
    random numbers before any batch is read.
 3. Before each further batch of the first loader, all ranks may stop.
+
+How the samples of a loader are divided among the ranks:
+
+================================================  =====================================
+Loader                                            What the ranks read
+================================================  =====================================
+it has one of our samplers                        the loader as it is
+the Trainer would put its own sampler into it,    a copy with a sampler of ours
+there is one of ours for it, and its class
+iterates as torch's
+any other                                         what the Trainer makes of it
+================================================  =====================================
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, get_args
 
-from lightning_ddp_ext.arguments import check_choice
-from lightning_ddp_ext.data.loader import (
-    DistributedLoader,
-    LazyIterator,
-    TrainingLoader,
-    source_of,
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
 )
-from lightning_ddp_ext.data.position import rewind
-from lightning_ddp_ext.data.proxy import length_or_inf, own_copy
+
+from lightning_ddp_ext.arguments import check_choice
+from lightning_ddp_ext.data.epochs import samplers_below
+from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, source_of
+from lightning_ddp_ext.data.permutation import Uneven
+from lightning_ddp_ext.data.position import Position, global_order_of, position_of, rewind
+from lightning_ddp_ext.data.proxy import is_of_torch, length_or_inf, own_copy
+from lightning_ddp_ext.data.samplers import (
+    DistributedBatchSamplerWrapper,
+    GlobalOrderSampler,
+    TorchOrderSampler,
+)
 
 from ..checkpoints.collective import Checkpoints
-from ..private.compat import active_loop_of, combined_iterator_of, iterators_of
+from ..private.compat import (
+    active_loop_of,
+    combined_iterator_of,
+    iterators_of,
+    needs_sampler,
+)
 from ..private.lightning_tree import RunningStage
 from ..private.replaced_methods import Prepare, ReplacedMethods
 from ..start.devices import RankDevicesStrategy
 from ..stopping.stops import StopController
-from .evaluation import Evaluation
-from .orders import training_loaders_of, validation_loaders_of
+from .evaluation import Evaluation, can_count_once
+from .orders import training_loaders_of
 from .resume import Resume, ResumeData
-from .sampler_choice import divide
 from .uneven import UnevenInputs, UnevenMode
 
 
@@ -77,7 +103,7 @@ class TrainerLoaders:
         self._replaced = replaced
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
         self.resume = Resume(strategy, checkpoints, stops, replaced, resume_data)
-        self.uneven = UnevenInputs(strategy, self.resume.orders, uneven_inputs)
+        self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.worker_seed: int | None = None
         self._combined_iterator: Any = None  # of the epoch that was entered last
 
@@ -116,35 +142,32 @@ class TrainerLoaders:
         )
         if divided is None:
             divided = as_lightning(source, shuffle, stage)
-        is_dealt = divided is not source
+        loader = DistributedLoader(divided, self.start, is_dealt=divided is not source)
         if stage != RunningStage.TRAINING:
-            evaluated = DistributedLoader(divided, self.start, is_dealt=is_dealt)
-            self.evaluation.prepare(evaluated, stage)
-            evaluated.on_iterator = self._before_validation
-            return evaluated.shown()
+            self.evaluation.prepare(loader, stage)
+            loader.on_iterator = self._before_validation
+            return loader.shown()
         self._combined_iterator = None  # refers to loaders that are not needed any longer
-        loader = TrainingLoader(divided, self.start, is_dealt=is_dealt)
         self.uneven.agree_on_length(loader)
-        loader.make_position(self._read_ahead(loader))
+        loader.position = position_of(loader.loader, self._read_ahead(loader))
+        self.resume.orders.has_new_loaders = True
         self.resume.orders.agree()
         return loader.shown()
 
-    def _read_ahead(self, loader: TrainingLoader) -> int:
+    def _read_ahead(self, loader: DistributedLoader) -> int:
         """Return how many batches may be read, but not be done, at a checkpoint."""
         accumulated: int = self._strategy.current_trainer.accumulate_grad_batches
         is_ahead = accumulated > 1 or length_or_inf(loader) == math.inf
         return (accumulated + 1 if is_ahead else 0) + self.uneven.ahead
 
-    def _before_validation(self, loader: DistributedLoader) -> None:
+    def _before_validation(self) -> None:
         """Record the weights and the random state before any validation hook runs.
 
         A hook may exchange the weights. Iterators have drawn no random numbers yet.
         """
         trainer = self._strategy.current_trainer
         self._stops.weights.before_validation(trainer)
-        has_begun = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready > 0
-        is_first_loader = validation_loaders_of(trainer)[:1] == [loader]
-        if trainer.validating and is_first_loader and not has_begun:
+        if trainer.validating:
             self.resume.before_validation()
 
     # Starting iterators.
@@ -157,20 +180,20 @@ class TrainerLoaders:
         of the loader is read, because a loop may be reading the loader itself.
         """
         trainer = self._strategy.current_trainer
-        is_training = isinstance(loader, TrainingLoader)
-        loop = trainer.fit_loop if is_training else active_loop_of(trainer)
+        position = loader.position
+        loop = active_loop_of(trainer) if position is None else trainer.fit_loop
         is_read_by_loop = any(iterator is other for other in iterators_of(loop))
         if is_read_by_loop:
             # Without a length, Lightning reads a resumed epoch's first batch before it
             # sets the epoch of samplers.
             is_set_by_lightning = self.resume.restart is None or self.resume.is_training
             loader.set_epoch(self.resume.epoch, is_set_by_lightning=is_set_by_lightning)
-        if isinstance(loader, TrainingLoader) and is_read_by_loop:
-            return self._start_training(loader, iterator)
+        if position is not None and is_read_by_loop:
+            return self._start_training(loader, position, iterator)
         rewind(loader.loader)
         with self._workers_of(loader):
             if is_read_by_loop:
-                return loader.start_evaluation(loader.loader)
+                return self.evaluation.start(loader)
             return iter(own_copy(loader.loader))
 
     def _workers_of(self, loader: DistributedLoader) -> AbstractContextManager[None]:
@@ -178,7 +201,9 @@ class TrainerLoaders:
         rank = self._strategy.global_rank
         return loader.workers_of(self.resume.epoch, rank=rank, seed=self.worker_seed)
 
-    def _start_training(self, loader: TrainingLoader, iterator: LazyIterator) -> Iterator[Any]:
+    def _start_training(
+        self, loader: DistributedLoader, position: Position, iterator: LazyIterator
+    ) -> Iterator[Any]:
         """Start an iterator of the fit loop, with all others if an epoch begins.
 
         If a loader that is shorter than the epoch begins again, its ended iterator has
@@ -186,10 +211,10 @@ class TrainerLoaders:
         """
         fit_loop = self._strategy.current_trainer.fit_loop
         if combined_iterator_of(fit_loop) is self._combined_iterator:
-            return self._start_at_position(loader, iterator)
+            return self._start_at(position, loader, iterator)
         self._combined_iterator = combined_iterator_of(fit_loop)
         self.resume.before_iterators()
-        batches = self._start_at_position(loader, iterator)
+        batches = self._start_at(position, loader, iterator)
         for other in iterators_of(fit_loop):
             if other is not iterator:
                 other.start()
@@ -198,26 +223,104 @@ class TrainerLoaders:
             iterator.before_next()
         return batches
 
-    def _start_at_position(self, loader: TrainingLoader, iterator: LazyIterator) -> Iterator[Any]:
-        """Start an iterator over a training loader at the loader's position."""
-        if self.resume.has_no_batches_left:
+    def _start_at(
+        self, position: Position, loader: DistributedLoader, iterator: LazyIterator
+    ) -> Iterator[Any]:
+        """Start an iterator over a training loader at its position."""
+        restart = self.resume.restart
+        if restart is not None and restart.is_last:
             return iter(())
         with self._workers_of(loader):
-            batches = self.uneven.give_batches(loader.iterate())
+            batches = self.uneven.give_batches(position.iterate())
         if loader is training_loaders_of(self._strategy.current_trainer)[0]:
             iterator.before_next = self._stops.before_batch
         return batches
 
-    # Hooks of the fit loop.
 
-    def on_train_start(self) -> None:
-        """Set the counters and the random state with which training continues."""
-        self.resume.on_train_start()
+def divide(
+    strategy: RankDevicesStrategy,
+    loader: Any,
+    stage: RunningStage,
+    *,
+    shuffle: bool,
+    counts_once: bool,
+    seed: Callable[[], int],
+) -> Any:
+    """Return the loader that this rank reads; ``None`` for what the Trainer makes of it.
 
-    def on_train_batch_start(self, batch: Any) -> None:
-        """Let the loops continue as usual, and compare the ranks' first batches.
+    Args:
+        strategy: our strategy.
+        loader: the user's loader.
+        stage: training, validation or test.
+        shuffle: whether the Trainer would shuffle.
+        counts_once: whether an evaluation counts each sample once.
+        seed: returns the seed for the order of samples; may be collective.
+    """
+    if global_order_of(loader) is not None:
+        return loader
+    trainer = strategy.current_trainer
+    # Another class may keep its sampler, or an iterator over it, elsewhere.
+    if not is_of_torch(loader, "__iter__", "__len__") or not needs_sampler(trainer, loader):
+        return None
+    drawn = _drawn_by(loader)
+    divides_itself = any(isinstance(each, DistributedSampler) for each in samplers_below(drawn))
+    if divides_itself or length_or_inf(drawn) == math.inf:
+        return None
+    is_batches = drawn is loader.batch_sampler
+    # Users' batches may have different sizes, and so would a step on each rank. With
+    # Lightning's sampler, a warning says that evaluated samples are repeated.
+    counts_once = counts_once and not is_batches and can_count_once(loader)
+    if stage != RunningStage.TRAINING and not counts_once:
+        return None
+    options = {**strategy.distributed_sampler_kwargs, "seed": seed()}
+    if not is_batches and _yields_each_once(drawn, loader.dataset):
+        shuffles = shuffle and not trainer.overfit_batches
+        return _with_sampler(loader, TorchOrderSampler(loader.dataset, shuffle=shuffles, **options))
+    drops_rest = is_batches and getattr(drawn, "drop_last", False)
+    uneven: Uneven = "drop" if drops_rest else "pad"
+    divided = DistributedBatchSamplerWrapper(drawn, uneven=uneven, **options)
+    return _with_sampler(loader, divided)
 
-        Collective if the loaders are new.
-        """
-        self.resume.on_train_batch_start()
-        self.uneven.on_train_batch_start(batch)
+
+def _drawn_by(loader: DataLoader[Any]) -> Any:
+    """Return the sampler whose items are divided among the ranks.
+
+    It is the user's batch sampler, except that torch's own only groups the items of the
+    sampler in it.
+    """
+    is_users = loader.batch_size is None and loader.batch_sampler is not None
+    if not is_users:
+        return loader.sampler
+    batch_sampler: Any = loader.batch_sampler
+    return batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler
+
+
+def _yields_each_once(sampler: Any, dataset: object) -> bool:
+    """Whether a sampler yields each sample once.
+
+    This is known of samplers that use torch's random order or the dataset's order.
+    """
+    iter_ = getattr(type(sampler), "__iter__", None)  # a sampler may only have __getitem__
+    has_known_order = iter_ in (RandomSampler.__iter__, SequentialSampler.__iter__)
+    has_all = length_or_inf(sampler) == length_or_inf(dataset)
+    return has_known_order and has_all and not getattr(sampler, "replacement", False)
+
+
+def _with_sampler(loader: DataLoader[Any], sampler: GlobalOrderSampler) -> DataLoader[Any]:
+    """Return a copy of a loader that reads one of our samplers.
+
+    Args:
+        loader: the loader.
+        sampler: yields batches if it divides those of the loader's batch sampler, and
+            otherwise samples.
+    """
+    copied: DataLoader[Any] = own_copy(loader)
+    old: Any = loader.batch_sampler
+    attributes = vars(copied)  # a DataLoader refuses to change them
+    if old is not None and sampler.dataset is old:
+        attributes["batch_sampler"] = sampler
+    else:
+        attributes["sampler"] = sampler
+        if old is not None:
+            attributes["batch_sampler"] = BatchSampler(sampler, old.batch_size, old.drop_last)
+    return copied

@@ -37,6 +37,9 @@ class Restart:
             "epoch_start" only; they are called again.
         is_last: whether all batches of the epoch are done; always at "epoch_end", and
             possible at "validation".
+        steps: how many to add to Lightning's number of optimiser steps. Lightning counts
+            the step of a batch after the validation that follows it. When training
+            continues at "batch_end", `_TrainingEpochLoop.reset` counts one.
     """
 
     at: Literal["epoch_start", "batch_end", "validation", "epoch_end"]
@@ -44,6 +47,7 @@ class Restart:
     done: int = 0
     has_started: bool = False
     is_last: bool = False
+    steps: int = 0
 
     @property
     def is_within(self) -> bool:
@@ -99,25 +103,27 @@ def find_restart(
         is_complete = batch["is_last_batch"] or has_ended or not done
         if is_complete:
             return Restart("epoch_start", epoch["processed"])
-        return _after_last_step(epoch["processed"] - 1, done, accumulated)
+        return _after_last_step(epoch["processed"] - 1, done, accumulated, is_counted=True)
     if is_in_last_batch_end:
-        return Restart("epoch_start", epoch["processed"] + 1)
+        return Restart("epoch_start", epoch["processed"] + 1, steps=1)
     if stopped == "validation" and (all_batches_done or done % accumulated == 0):
         return Restart("validation", epoch["processed"], done, is_last=all_batches_done)
     if all_batches_done:
         return Restart("epoch_end", epoch["processed"], done, is_last=True)
-    return _after_last_step(epoch["processed"], done, accumulated)
+    is_counted = batch["current"]["ready"] > done or stopped == "batch"
+    return _after_last_step(epoch["processed"], done, accumulated, is_counted=is_counted)
 
 
-def _after_last_step(epoch: int, processed: int, accumulated: int) -> Restart:
+def _after_last_step(epoch: int, processed: int, accumulated: int, *, is_counted: bool) -> Restart:
     """Return a restart after the last optimiser step.
 
-    Checkpoints do not contain accumulated gradients.
+    Checkpoints do not contain accumulated gradients. ``is_counted``: whether Lightning
+    has counted the step of the last batch, if that completed one.
     """
     done = processed - processed % accumulated
     if not done:
         return Restart("epoch_start", epoch, has_started=True)
-    return Restart("batch_end", epoch, done)
+    return Restart("batch_end", epoch, done, steps=-int(is_counted or done < processed))
 
 
 def complete_batch(
@@ -175,9 +181,7 @@ def complete_batch(
     return "batch"
 
 
-def change_to(
-    fit_loop: Mapping[str, Any], restart: Restart, *, stopped: Stopped | None = None
-) -> dict[str, Any]:
+def change_to(fit_loop: Mapping[str, Any], restart: Restart) -> dict[str, Any]:
     """Return a copy of a fit loop's state that continues at the given restart."""
     changed = copy.deepcopy(dict(fit_loop))
     if restart.at == "epoch_end":
@@ -190,32 +194,9 @@ def change_to(
         # Lightning then runs it from the beginning.
         _set_counters(changed["epoch_loop.val_loop.batch_progress"], begun=1)
         return changed
-    steps = _count_steps(fit_loop, restart, stopped)
-    changed["epoch_loop.state_dict"]["_batches_that_stepped"] += steps
+    changed["epoch_loop.state_dict"]["_batches_that_stepped"] += restart.steps
     _set_batches(changed["epoch_loop.batch_progress"], restart)
     return changed
-
-
-def _count_steps(fit_loop: Mapping[str, Any], restart: Restart, stopped: Stopped | None) -> int:
-    """Return how many to add to Lightning's number of optimiser steps.
-
-    Lightning counts the step of a batch after the validation that follows it. When
-    training continues in the middle of an epoch, `_TrainingEpochLoop.reset` counts one.
-    """
-    epoch = fit_loop["epoch_progress"]["current"]
-    batch = fit_loop["epoch_loop.batch_progress"]["current"]
-    is_in_last_batch_end = restart.epoch > epoch["processed"]
-    if is_in_last_batch_end:
-        return 1
-    is_between_epochs = epoch["started"] == epoch["processed"]
-    has_next_batch_begun = batch["ready"] > batch["processed"]
-    is_step_counted = (
-        restart.dropped_of(batch["processed"]) > 0
-        or is_between_epochs
-        or has_next_batch_begun
-        or stopped == "batch"
-    )
-    return -1 if restart.at == "batch_end" and is_step_counted else 0
 
 
 def _set_batches(progress: dict[str, Any], restart: Restart) -> None:

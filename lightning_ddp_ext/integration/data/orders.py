@@ -6,17 +6,15 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_ddp_ext.data.loader import DistributedLoader, TrainingLoader
-from lightning_ddp_ext.data.position import OrderOfRank, global_order_of
+from lightning_ddp_ext.data.loader import DistributedLoader
+from lightning_ddp_ext.data.position import Position
 from lightning_ddp_ext.data.proxy import iterable_of
 from lightning_ddp_ext.data.random_state import GLOBAL_GENERATORS, keys_of, mix
-from lightning_ddp_ext.data.samplers import TorchOrderSampler
+from lightning_ddp_ext.data.samplers import RankOrderSampler, TorchOrderSampler
 
 from ..private.compat import combined_loader_of
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import ranks_of
-
-OrdersOfRank = tuple[list[int], list[int | None]]  # keys, and a checksum for each loader
 
 
 def epoch_of(trainer: Any) -> int:
@@ -27,27 +25,26 @@ def epoch_of(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
-def training_loaders_of(trainer: Any) -> list[TrainingLoader]:
+def training_loaders_of(trainer: Any) -> list[DistributedLoader]:
     """Return the training loaders, in the order of the combined loader."""
-    return _loaders_of(trainer.fit_loop)
-
-
-def validation_loaders_of(trainer: Any) -> list[DistributedLoader]:
-    """Return the loaders of the fit's validation, in the order of the combined loader."""
-    return _loaders_of(trainer.fit_loop.epoch_loop.val_loop)
-
-
-def _loaders_of(loop: Any) -> list[Any]:
-    combined = combined_loader_of(loop)
+    combined = combined_loader_of(trainer.fit_loop)
     return [] if combined is None else [iterable_of(loader) for loader in combined.flattened]
+
+
+def positions_of(trainer: Any) -> list[Position]:
+    """Return the positions in the training loaders, in the same order."""
+    positions = [loader.position for loader in training_loaders_of(trainer)]
+    return [position for position in positions if position is not None]
 
 
 class Orders:
     """What determines the orders of a strategy's training loaders.
 
     Attributes:
+        seed: the seed for the order of samples, once the ranks have agreed on it.
         by_rank: of each rank, its keys (see ``data.random_state.keys_of``), and for each
             loader the checksum of its order in the epoch; empty before an epoch.
+        has_new_loaders: whether training loaders were made since the latest epoch began.
     """
 
     def __init__(self, strategy: RankDevicesStrategy) -> None:
@@ -56,32 +53,29 @@ class Orders:
 
     def forget(self) -> None:
         """Reset the state for a fit."""
-        self._seed: int | None = None
+        self.seed: int | None = None
         self._keys: list[int] = []
-        self.by_rank: list[OrdersOfRank] = []
+        self.by_rank: list[tuple[list[int], list[int]]] = []
+        self.has_new_loaders = False
 
     def restore(self, section: Mapping[str, Any]) -> None:
-        """Draw the orders of the run that saved a section, see ``saved_place``."""
-        self._seed = section["seed"]
+        """Draw the orders of the run that saved a section, see ``resume``."""
+        self.seed = section["seed"]
         self.by_rank = section["orders"]
         is_of_these_ranks = len(self.by_rank) == self._strategy.world_size
         own = self.by_rank[self._strategy.global_rank][0] if is_of_these_ranks else None
         self._keys = own or keys_of(GLOBAL_GENERATORS)
-
-    def section(self) -> dict[str, Any]:
-        """Return the part of a section for :meth:`restore`."""
-        return {"seed": self._seed, "orders": self.by_rank}
 
     def agree(self) -> int:
         """Return the seed for the order of samples. Collective the first time.
 
         It is the seed of the resumed run, otherwise rank 0's.
         """
-        if self._seed is None:
+        if self.seed is None:
             own = int(os.environ.get("PL_GLOBAL_SEED", 0))
-            self._seed = int(ranks_of(self._strategy).from_rank_zero(own))
+            self.seed = int(ranks_of(self._strategy).from_rank_zero(own))
             self._keys = keys_of(GLOBAL_GENERATORS)
-        return self._seed
+        return self.seed
 
     def assign(self) -> None:
         """Let each training loader draw a different order. Collective the first time.
@@ -89,34 +83,27 @@ class Orders:
         Hooks may have loaded the data before a checkpoint has set the seed. Stock's
         samplers all have one seed.
         """
-        rank = self._strategy.global_rank
-        world_size = self._strategy.world_size
         seed = self.agree()
         for number, loader in enumerate(training_loaders_of(self._strategy.current_trainer)):
-            loader.position.ranks = OrderOfRank(seed, self._keys, rank, world_size, number)
-            sampler = global_order_of(loader.loader)
-            if loader.is_dealt and sampler is not None:
+            position = loader.position
+            assert position is not None
+            position.rank = self._strategy.global_rank
+            position.world_size = self._strategy.world_size
+            sampler = position.sampler
+            if isinstance(sampler, RankOrderSampler):
+                sampler.set_order(mix(seed, number), self._keys)
+            elif sampler is not None and loader.is_dealt:
                 is_stocks = isinstance(sampler, TorchOrderSampler)
                 sampler.seed = seed if is_stocks else mix(seed, number)
 
-    @property
-    def can_differ(self) -> bool:
-        """Whether a rank draws orders that another one may not draw."""
-        return any(checksum is not None for _, of_rank in self.by_rank for checksum in of_rank)
-
     def gather(self) -> None:
-        """Gather the ranks' keys and checksums of the epoch that has begun. Collective.
+        """Gather the ranks' keys and checksums of the epoch that has begun.
 
-        A rank that saves alone then has those of all ranks. In the first epoch of new
-        loaders, they are gathered with other data when the first batch was read.
+        A rank that saves alone then has those of all ranks. Collective if there are new
+        loaders, or orders of other samplers than stock's.
         """
-        self.by_rank = ranks_of(self._strategy).gather(self.own())
-
-    def own(self) -> OrdersOfRank:
-        """Return this rank's part of ``by_rank``."""
-        loaders = training_loaders_of(self._strategy.current_trainer)
-        return self._keys, [loader.position.checksum for loader in loaders]
-
-    def checksums_of(self, loader: int) -> list[int | None]:
-        """Return the checksum of each rank's order in the loader with this number."""
-        return [checksums[loader] for _, checksums in self.by_rank]
+        if not self.has_new_loaders and not any(any(drawn) for _, drawn in self.by_rank):
+            return
+        self.has_new_loaders = False
+        checksums = [position.checksum for position in positions_of(self._strategy.current_trainer)]
+        self.by_rank = ranks_of(self._strategy).gather((self._keys, checksums))

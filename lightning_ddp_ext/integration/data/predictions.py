@@ -74,7 +74,10 @@ def _predicted_here(trainer: Any) -> list[_Rows]:
     loop = trainer.predict_loop
     combined = combined_loader_of(loop)
     loaders = combined.flattened if combined is not None and loop.return_predictions else []
-    samples_by_loader = [_samples_of_batches(loader) for loader in loaders]
+    # For `predict`, Lightning wraps a loader's batch sampler, which records the samples of
+    # each batch that was read, perhaps ahead.
+    batch_samplers = [getattr(loader, "batch_sampler", None) for loader in loaders]
+    samples_by_loader = [getattr(each, "seen_batch_indices", []) for each in batch_samplers]
     outputs_by_loader = loop.predictions if len(loaders) > 1 else [loop.predictions]
     by_loader = list(zip(samples_by_loader, outputs_by_loader, strict=False))
     if not by_loader or any(len(samples) < len(outputs) for samples, outputs in by_loader):
@@ -84,14 +87,6 @@ def _predicted_here(trainer: Any) -> list[_Rows]:
             " spawns nor forks its ranks, and a DataLoader of a map-style dataset in batches"
         )
     return [_join(tuple(zip(*loader, strict=False))) for loader in by_loader]
-
-
-def _samples_of_batches(loader: Any) -> list[Any]:
-    """Return the samples of each batch that a loader has read, perhaps ahead.
-
-    For ``predict``, Lightning wraps the loader's batch sampler, which records them.
-    """
-    return getattr(getattr(loader, "batch_sampler", None), "seen_batch_indices", [])
 
 
 def _join(parts: tuple[_Rows, ...]) -> _Rows:

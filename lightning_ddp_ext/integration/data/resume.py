@@ -5,19 +5,31 @@ or starts again is decided once, by all ranks together, when the first batch is
 requested or in ``on_train_start``, whichever is first.
 
 Random states are saved only if the checkpoint is saved between two optimiser steps.
+
+The strategy adds one section to a checkpoint, which is otherwise unchanged, so stock
+``ddp`` can also resume from it:
+
+===========  =====================================================================
+``version``  the version of the section
+``seed``     the seed for the order of samples
+``orders``   what determines each rank's orders, see :class:`~.orders.Orders`
+``restart``  where training continues, a :class:`~.loop_state.Restart`
+``ranks``    of each rank that saved: its ``rank``, its random states
+             (``random``), and for each training loader the place (``loaders``)
+===========  =====================================================================
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
-from lightning_ddp_ext.data.loader import TrainingLoader
-from lightning_ddp_ext.data.proxy import length_or_inf
+from lightning_ddp_ext.data.position import Position
+from lightning_ddp_ext.data.proxy import length_or_inf, name_of
 from lightning_ddp_ext.data.random_state import record_random_state, restore_random_state
 
 from ..checkpoints.collective import Checkpoints
@@ -27,10 +39,11 @@ from ..private.replaced_methods import ReplacedMethods
 from ..start.devices import RankDevicesStrategy
 from ..stopping.stops import StopController
 from ..strategy_ranks import ranks_of
-from .loop_state import Restart, Stopped, find_restart
-from .orders import Orders, epoch_of, training_loaders_of
-from .saved_place import KEY, VERSION, SavedPlace, read_place, section_of
+from .loop_state import Restart, change_to, find_restart
+from .orders import Orders, epoch_of, positions_of, training_loaders_of
 
+KEY = "lightning_ddp_ext"
+VERSION = 13
 ResumeData = Literal["exact", "stock"]
 
 _OF_MID_EPOCH_RESUME = ".*resuming from a checkpoint that ended before the epoch ended"
@@ -38,6 +51,23 @@ _IS_LOST = (
     "the checkpoint has no position that this release can read; save at the end of an epoch"
     " before you change the strategy or its release"
 )
+
+
+@dataclass(frozen=True)
+class SavedPlace:
+    """The place at which training continues, according to a checkpoint.
+
+    Attributes:
+        restart: the place.
+        loops: the state of the fit loop, as it was saved.
+        random: this rank's random states, if known.
+        loaders: the places in the training loaders.
+    """
+
+    restart: Restart
+    loops: Mapping[str, Any]
+    random: Any = None
+    loaders: Sequence[Mapping[str, Any]] = ()
 
 
 class Resume:
@@ -126,22 +156,22 @@ class Resume:
         )
         own = self.state_at(restart, self._random_state_at(restart, loops))
         ranks = [own] if is_alone else self._checkpoints.to_rank_zero(own, what)
-        checkpoint[KEY] = self.make_section(restart, self._stops.stopped, ranks)
+        checkpoint[KEY] = self.make_section(restart, ranks)
 
-    def make_section(self, restart: Restart, stopped: Stopped | None, ranks: Any) -> dict[str, Any]:
-        """Return the section of a checkpoint; see ``saved_place``."""
+    def make_section(self, restart: Restart, ranks: Any) -> dict[str, Any]:
+        """Return the section of a checkpoint."""
         return {
             "version": VERSION,
-            **self.orders.section(),
+            "seed": self.orders.seed,
+            "orders": self.orders.by_rank,
             "restart": vars(restart),
-            "stopped": stopped,
             "ranks": ranks,
         }
 
     def state_at(self, restart: Restart, random: Any) -> dict[str, Any]:
         """Return this rank's state for a checkpoint that continues at ``restart``."""
-        loaders = training_loaders_of(self._trainer) if restart.is_within else []
-        places = [loader.state_after(restart.done) for loader in loaders]
+        positions = positions_of(self._trainer) if restart.is_within else []
+        places = [position.state_after(restart.done) for position in positions]
         return {"rank": self._strategy.global_rank, "random": random, "loaders": places}
 
     def _random_state_at(self, restart: Restart, loops: Mapping[str, Any]) -> Any:
@@ -156,59 +186,68 @@ class Resume:
         return record_random_state(device_generators(self._strategy))
 
     def before_validation(self) -> None:
-        """Record the random state, since an interrupted validation runs again."""
-        self._before_validation = record_random_state(device_generators(self._strategy))
+        """Record the random state, since an interrupted validation runs again.
+
+        Further iterators of the same validation change nothing.
+        """
+        if self._before_validation is None:
+            self._before_validation = record_random_state(device_generators(self._strategy))
 
     # Restoring.
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Prepare to resume from a checkpoint, and correct its loop state."""
-        is_fitting = self._trainer.state.fn == "fit"
-        if not is_fitting or "loops" not in checkpoint or self.mode == "stock":
+        trainer = self._trainer
+        if trainer.state.fn != "fit" or "loops" not in checkpoint or self.mode == "stock":
             return
-        accumulated = self._trainer.accumulate_grad_batches
-        saved = read_place(checkpoint, rank=self._strategy.global_rank, accumulated=accumulated)
-        section = section_of(checkpoint)
-        if section is not None:
-            self.orders.restore(section)
-        if saved.is_lost:
-            _warn(saved.restart.epoch, _IS_LOST)
+        # Lightning has saved rank 0's states of loaders, but each rank has its own.
+        loops = {**checkpoint["loops"]["fit_loop"], "state_dict": {}}
+        section = checkpoint.get(KEY) or {}
+        if section.get("version") == VERSION:
+            saved = self._read_section(section, loops)
+        else:
+            restart = find_restart(loops, accumulated=trainer.accumulate_grad_batches)
+            if restart.is_within:
+                _warn(restart.epoch, _IS_LOST)
+                restart = restart.from_epoch_start()
+            saved = SavedPlace(restart, loops)
         self._saved = saved
         self.restart = saved.restart
-        checkpoint["loops"]["fit_loop"] = saved.loops_at(saved.restart)
+        checkpoint["loops"]["fit_loop"] = change_to(loops, saved.restart)
+
+    def _read_section(self, section: Mapping[str, Any], loops: Mapping[str, Any]) -> SavedPlace:
+        """Return the place in a section.
+
+        A rank that did not save shares the place of one that did, but not its random
+        states.
+        """
+        self.orders.restore(section)
+        by_rank = {state["rank"]: state for state in section["ranks"]}
+        shared = {**section["ranks"][0], "random": None}
+        own = by_rank.get(self._strategy.global_rank, shared)
+        return SavedPlace(Restart(**section["restart"]), loops, own["random"], own["loaders"])
 
     # The resumed epoch.
-
-    @property
-    def has_no_batches_left(self) -> bool:
-        """Whether the resumed epoch is complete, possibly because of a new limit."""
-        if self.restart is None:
-            return False
-        limit = self._trainer.num_training_batches
-        is_cut = self.restart.at == "batch_end" and self.restart.done >= limit > 0
-        return self.restart.is_last or is_cut
 
     def before_iterators(self) -> None:
         """Prepare the training loaders for the iterators of an epoch.
 
         Collective in the resumed epoch.
         """
-        self.orders.assign()
         if self.restart is not None and self.epoch > self.restart.epoch:
             self.restart = None
             self._saved = None
         self._decide()
         if self.restart is None or not self.restart.is_within:
-            for loader in training_loaders_of(self._trainer):
-                loader.start_epoch(self.epoch)
+            for position in positions_of(self._trainer):
+                position.start_epoch(self.epoch)
 
     def after_iterators(self) -> None:
         """Restore a random state that was saved after the epoch's iterators had started.
 
-        Collective if ranks can draw different orders.
+        Collective, see :meth:`~.orders.Orders.gather`.
         """
-        if self.orders.can_differ:
-            self.orders.gather()
+        self.orders.gather()
         restart = self.restart
         if restart is None or not self.is_training:
             return
@@ -217,69 +256,60 @@ class Resume:
 
     def _decide(self) -> None:
         """Continue in the resumed epoch on all ranks, or start it again. Collective."""
+        self.orders.assign()
         saved = self._saved
-        loaders = training_loaders_of(self._trainer)
+        positions = positions_of(self._trainer)
         if saved is None or self.restart is None or not self.restart.is_within:
             return
-        if loaders[0].start.epoch == self.restart.epoch:
+        if positions[0].epoch == self.restart.epoch:
             return  # this was decided for these loaders
-        problem = self._continue(loaders, saved.loaders)
-        by_rank = ranks_of(self._strategy).gather((problem, self.restart.done))
-        problems = [problem for problem, _ in by_rank if problem is not None]
-        done_by_rank = [done for _, done in by_rank]
-        if len(set(done_by_rank)) > 1:
-            problems.append(
-                f"the ranks would continue after different numbers of batches {done_by_rank};"
-                " resume on the same number of ranks"
-            )
+        problem = self._continue(positions, saved.loaders)
+        problems = list(filter(None, ranks_of(self._strategy).gather(problem)))
         if problems:
             _warn(self.restart.epoch, problems[0])
-            for loader in loaders:
-                loader.start_epoch(self.restart.epoch)
+            for position in positions:
+                position.start_epoch(self.restart.epoch)
             self.restart = self.restart.from_epoch_start()
             self._saved = replace(saved, random=None)
 
     def _continue(
-        self, loaders: Sequence[TrainingLoader], places: Sequence[dict[str, Any]]
+        self, positions: Sequence[Position], places: Sequence[Mapping[str, Any]]
     ) -> str | None:
         """Continue in each training loader; return why that is impossible, if it is."""
         assert self.restart is not None
-        if len(places) != len(loaders):
+        if len(places) != len(positions):
             return (
-                f"it began with {len(places)} training loaders, and there are {len(loaders)} now;"
+                f"it began with {len(places)} training loaders, and there are {len(positions)} now;"
                 " resume with the same loaders"
             )
-        for number, (loader, place) in enumerate(zip(loaders, places, strict=True)):
+        for loader in training_loaders_of(self._trainer):
             loader.set_epoch(self.restart.epoch)
-            checksums = self.orders.checksums_of(number)
-            problem = loader.continue_epoch(self.restart.epoch, place, checksums)
+        for number, (position, place) in enumerate(zip(positions, places, strict=True)):
+            checksums = [of_rank[number] for _, of_rank in self.orders.by_rank]
+            problem = position.continue_epoch(self.restart.epoch, place, checksums)
             if problem is not None:
-                return f"{loader.name} {problem}"
-        whole, left = self._count_batches(loaders)
+                return f"{name_of(position.loader)} {problem}"
+        whole, left = self._count_batches(positions)
         if math.inf not in (whole, left):
             accumulated = self._trainer.accumulate_grad_batches
             done = int(whole - left) // accumulated * accumulated
             self.restart = replace(self.restart, done=done)
-        for loader in loaders:
-            loader.done = self.restart.done
+        for position in positions:
+            position.done = self.restart.done
         return None
 
-    def _count_batches(self, loaders: Sequence[TrainingLoader]) -> tuple[float, float]:
+    def _count_batches(self, positions: Sequence[Position]) -> tuple[float, float]:
         """Return how many batches an epoch has, and how many are left of this one.
 
         Both change with the number of ranks and the batch size. Lightning assumes the
         same number of batches in all epochs, so those that are not left are done, but
         not those after the last optimiser step.
         """
-        combine = min if mode_of(self._trainer.fit_loop) == "min_size" else max
-        whole = combine(length_or_inf(loader.loader) for loader in loaders)
-        left = combine(
-            loader.position.left(loader.start.at)
-            for loader in loaders
-            # A loader that has begun again is shorter, and does not end the epoch.
-            if loader.start.number == 0
-        )
-        return whole, left
+        lengths = [length_or_inf(position.loader) for position in positions]
+        ends_epoch = min if mode_of(self._trainer.fit_loop) == "min_size" else max
+        whole = ends_epoch(lengths)
+        position = positions[lengths.index(whole)]
+        return whole, position.left(position.start)
 
     # Hooks of the fit loop.
 
@@ -291,7 +321,6 @@ class Resume:
         self.is_training = True
         if self._saved is None:
             return
-        self.orders.assign()
         done = self._trainer.fit_loop.epoch_loop.batch_progress.current.processed
         if (epoch_of(self._trainer), done) != (self._saved.restart.epoch, self._saved.restart.done):
             # A `LearningRateFinder` has set the loops to its own file.
@@ -310,7 +339,7 @@ class Resume:
         assert self._saved is not None
         fit_loop = self._trainer.fit_loop
         if restart != self._saved.restart and not restart.is_within:
-            fit_loop.load_state_dict(self._saved.loops_at(restart))
+            fit_loop.load_state_dict(change_to(self._saved.loops, restart))
             fit_loop.update_restart_stage()
         if restart.at == "epoch_start":
             self._create_iterators_again(restart)
@@ -337,7 +366,7 @@ class Resume:
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = restart.done
         current.completed = restart.done - 1 if restart.at == "batch_end" else restart.done
-        _, left = self._count_batches(training_loaders_of(self._trainer))
+        _, left = self._count_batches(positions_of(self._trainer))
         if restart.done + left < self._trainer.num_training_batches:
             end_epoch_after(self._trainer, int(restart.done + left))
 
@@ -353,6 +382,7 @@ class Resume:
 
     def on_validation_end(self) -> None:
         """Let the epoch end as usual, if the resume began with a validation."""
+        self._before_validation = None
         is_first = self.restart is not None and self.restart.at == "validation"
         if is_first and not self._trainer.sanity_checking:
             end_restart(self._trainer.fit_loop)
@@ -372,10 +402,8 @@ def _warn(epoch: int, problem: str) -> None:
 
 def _warn_of_frozen_parameters(trainer: Any) -> None:
     """Warn if a callback has frozen again what the resumed run trained."""
-    callbacks = [type(callback) for callback in trainer.callbacks]
-    freezing = [each for each in callbacks if issubclass(each, pl.callbacks.BaseFinetuning)]
-    if not freezing:
-        return
+    kind = pl.callbacks.BaseFinetuning
+    freezing = [type(each).__name__ for each in trainer.callbacks if isinstance(each, kind)]
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     trained = {parameter for group in groups for parameter in group["params"]}
     frozen = [
@@ -383,9 +411,9 @@ def _warn_of_frozen_parameters(trainer: Any) -> None:
         for name, parameter in trainer.lightning_module.named_parameters()
         if parameter in trained and not parameter.requires_grad
     ]
-    if frozen:
+    if freezing and frozen:
         rank_zero_warn(
-            f"{freezing[0].__name__} has frozen {len(frozen)} parameters that the optimisers of"
+            f"{freezing[0]} has frozen {len(frozen)} parameters that the optimisers of"
             f" the resumed run have, such as {frozen[0]}; call its make_trainable in"
             " on_train_start"
         )

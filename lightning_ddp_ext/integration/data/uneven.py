@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_ddp_ext.checksum import checksum
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.position import global_order_of
-from lightning_ddp_ext.data.proxy import index_sampler_of, length_or_inf, name_of
+from lightning_ddp_ext.data.proxy import each_of, index_sampler_of, length_or_inf, name_of
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
@@ -32,7 +32,7 @@ from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of
 from ..private.lightning_tree import rank_zero_warn
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import group_of_small_collectives, ranks_of, refuse
-from .orders import Orders, OrdersOfRank, training_loaders_of
+from .orders import training_loaders_of
 
 T = TypeVar("T")
 UnevenMode = Literal["stop_at_shortest"]
@@ -47,13 +47,11 @@ class TrainingData:
         length: the number of batches in an epoch; ``inf`` if unknown.
         checksums: those of the tensors in the first batch, if a loader has no indices.
         identities: for each loader, the parameters of our sampler in it.
-        orders: those of the rank in :attr:`Orders.by_rank`.
     """
 
     length: float
     checksums: tuple[int, ...]
     identities: list[dict[str, Any]]
-    orders: OrdersOfRank = ([], [])
 
 
 class UnevenInputs:
@@ -64,7 +62,6 @@ class UnevenInputs:
 
     Args:
         strategy: our strategy.
-        orders: gets those of all ranks.
         mode: the argument ``uneven_inputs`` of ``DDPExtStrategy``.
 
     Attributes:
@@ -72,11 +69,8 @@ class UnevenInputs:
             same calls at the same batch.
     """
 
-    def __init__(
-        self, strategy: RankDevicesStrategy, orders: Orders, mode: UnevenMode | None
-    ) -> None:
+    def __init__(self, strategy: RankDevicesStrategy, mode: UnevenMode | None) -> None:
         self._strategy = strategy
-        self._orders = orders
         self._mode = mode
         self.start_run()
 
@@ -170,14 +164,13 @@ class UnevenInputs:
             trainer.num_training_batches,
             _checksums(batch) if streams else (),
             [{} if sampler is None else sampler.identity() for sampler in samplers],
-            self._orders.own(),
         )
         data_by_rank = ranks_of(self._strategy).gather(own_data)
-        self._orders.by_rank = [data.orders for data in data_by_rank]
         lengths = [data.length for data in data_by_rank]
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
         problem = describe_difference(data_by_rank, loaders)
-        if problem is None and self._mode is None and not self.are_even:
+        are_refused = self._mode is None and not self.are_even and math.inf not in lengths
+        if problem is None and are_refused:
             problem = _describe_unevenness(trainer, lengths)
         if problem is not None:
             refuse(self._strategy, SamplingError(problem))
@@ -225,11 +218,8 @@ def _describe_unevenness(trainer: Any, lengths: Sequence[float]) -> str | None:
     Return ``None`` if they can, for example because ``max_steps`` is small.
     """
     fewest = min(lengths)
-    if math.inf in lengths:
-        return None
-    fewest_steps = math.ceil(fewest / trainer.accumulate_grad_batches)
-    is_limited = trainer.max_steps != -1
-    if is_limited and trainer.global_step + fewest_steps >= trainer.max_steps:
+    steps = trainer.global_step + math.ceil(fewest / trainer.accumulate_grad_batches)
+    if trainer.max_steps != -1 and steps >= trainer.max_steps:
         return None
     return (
         f"the ranks have different numbers of training batches ({_by_rank(lengths)}), so some"
@@ -288,20 +278,14 @@ def end_together(
         ['a', 'b', 'c']
         >>> dist.destroy_process_group()
     """
-    ahead = deque[_Drawn[T]]()
-
-    def draw() -> None:
-        is_over = bool(ahead) and not ahead[-1].item
-        ahead.append(_Drawn(iter(()) if is_over else items, group))
-
-    for _ in range(AHEAD):
-        draw()
+    left = each_of(items)  # ends only once
+    ahead = deque(_Drawn(left, group) for _ in range(AHEAD))
     has_next = ahead[0].is_on_all_ranks()
     while has_next:
         current = ahead.popleft().item[0]
         has_next = ahead[0].is_on_all_ranks()
         if has_next:
-            draw()
+            ahead.append(_Drawn(left, group))
         else:
             on_last()
         yield current

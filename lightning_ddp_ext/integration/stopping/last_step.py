@@ -24,9 +24,8 @@ from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
 
 from ..checkpoints.run_files import RunFiles
-from ..data.loop_state import Restart, Stopped, complete_batch, find_restart
-from ..data.resume import Resume
-from ..data.saved_place import KEY
+from ..data.loop_state import Restart, complete_batch, find_restart
+from ..data.resume import KEY, Resume
 from ..private.compat import (
     averages_models,
     batches_that_stepped_of,
@@ -54,13 +53,11 @@ class _LastStep:
 
     Attributes:
         loops: the state of the loops at this point.
-        stopped: where all ranks would have stopped.
         restart: where training continues.
         batches: the number of batches that were trained on.
     """
 
     loops: dict[str, Any]
-    stopped: Stopped | None
     restart: Restart
     batches: int
 
@@ -198,7 +195,7 @@ class LastStepSaver:
     def _write(self, path: str, step: _LastStep) -> None:
         checkpoint = _checkpoint_of(step, self._strategy.current_trainer)
         ranks = [self._resume.state_at(step.restart, None)]
-        checkpoint[KEY] = self._resume.make_section(step.restart, step.stopped, ranks)
+        checkpoint[KEY] = self._resume.make_section(step.restart, ranks)
         self._stops.finish_earlier_saves().save_checkpoint(checkpoint, path)
 
 
@@ -228,7 +225,7 @@ def _find_last_step(trainer: Any, exception: BaseException) -> _LastStep:
         has_ended=fetcher_of(trainer.fit_loop).done,
     )
     batches = batch["total"]["processed"] - restart.dropped_of(done)
-    return _LastStep(loops, stopped, restart, batches)
+    return _LastStep(loops, restart, batches)
 
 
 def _checkpoint_of(step: _LastStep, trainer: Any) -> dict[str, Any]:
