@@ -29,9 +29,8 @@ class Report(L.Callback):
 if __name__ == "__main__":
     L.seed_everything(1)  # to resume within an epoch, a run needs the same data
     trainer = L.Trainer(
-        strategy=ddpx.DDPExtStrategy(
-            save_deadline=60
-        ),  # seconds from a signal until exit, including the save
+        # Seconds from a signal until exit, including the save.
+        strategy=ddpx.DDPExtStrategy(save_deadline=60),
         accelerator="cpu",
         devices=2,
         max_epochs=10,

@@ -1,17 +1,18 @@
 """Reproduce a problem: change the model until the script fails, and report the script
 with its complete output.
 
-Run python examples/bug_report.py. To use stock Lightning's strategy, append the
-argument "ddp".
+python examples/bug_report.py
+python examples/bug_report.py ddp            # uses stock Lightning's strategy
+python examples/bug_report.py --debug 1      # rank 1 waits for a debugger
 """
 
-import sys
+import argparse
 from importlib import metadata
 
 import lightning as L
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-import lightning_ddp_ext  # noqa: F401 - registers the strategy "ddp_ext"
+import lightning_ddp_ext as ddpx
 
 
 class Model(BoringModel):
@@ -19,11 +20,20 @@ class Model(BoringModel):
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("strategy", nargs="?", default="ddp_ext")
+    parser.add_argument("--debug", type=int, metavar="RANK")
+    options = parser.parse_args()
+    debuggers = []
+    if options.debug is not None:
+        debuggers.append(ddpx.RankDebugger(options.debug))
+
     L.seed_everything(1)
     trainer = L.Trainer(
-        strategy=sys.argv[1] if len(sys.argv) > 1 else "ddp_ext",
+        strategy=options.strategy,
         accelerator="cpu",
         devices=2,
+        callbacks=debuggers,
         max_epochs=1,
         limit_train_batches=10,
         limit_val_batches=2,

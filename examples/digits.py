@@ -1,7 +1,7 @@
 """Train a small convolutional network on the UCI digits with two ranks, test and save
 it, and train another epoch.
 
-python examples/digits.py                                    # starts its ranks, which connect by file://
+python examples/digits.py                                    # starts its ranks, which connect by env://
 python examples/digits.py --init-method tcp://127.0.0.1:29500
 torchrun --nproc-per-node 2 examples/digits.py               # uses the ranks that torchrun started
 python examples/digits.py --strategy ddp                     # uses stock Lightning's strategy
@@ -19,10 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
-# Importing it registers the strategy "ddp_ext".
-from lightning_ddp_ext import (
-    SyncBatchNormConversion,
-)
+from lightning_ddp_ext import SyncBatchNormConversion  # also registers the strategy "ddp_ext"
 
 # 1797 grey images of 8 x 8 pixels with values from 0 to 16, and labels.
 DIGITS = Path(__file__).with_name("digits.npz")

@@ -5,8 +5,8 @@ Run it: python examples/model_parallel.py (2 ranks with 2 devices each: four GPU
 available, otherwise the CPU)
 
 While the second part computes one micro-batch, the first part computes the next one. On
-two GPUs, this makes a step up to a third shorter. On the CPU, both parts share the same
-cores, so steps do not get faster, as the table shows.
+two GPUs, this can shorten a step with 4 micro-batches by up to three eighths. On the CPU,
+both parts share the same cores, so steps do not get faster, as the table shows.
 """
 
 import time

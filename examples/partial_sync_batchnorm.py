@@ -41,14 +41,11 @@ if __name__ == "__main__":
     x = torch.randn(256, 8)
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16, shuffle=True)
     trainer = L.Trainer(
-        strategy=ddpx.DDPExtStrategy(
-            broadcast_buffers=False
-        ),  # otherwise DDP sends rank 0's statistics to all
+        # Otherwise DDP sends rank 0's statistics to all ranks.
+        strategy=ddpx.DDPExtStrategy(broadcast_buffers=False),
         accelerator="cpu",
         devices=2,
         max_epochs=2,
-        # On several machines, process_group="node" synchronises the ranks within each
-        # machine only.
         callbacks=[ddpx.SyncBatchNormConversion(include="encoder.*")],
         logger=False,
     )

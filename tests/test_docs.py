@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -9,18 +10,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-# Files of examples/ that a page shows in full.
-SHOWN = {
-    "slurm.sbatch": "guides/launchers.md",
-    "kubernetes.yaml": "guides/launchers.md",
-    "config.yaml": "guides/lightning-cli.md",
-}
 
 
-@pytest.mark.parametrize(("name", "page"), SHOWN.items(), ids=SHOWN)
-def test_a_page_shows_a_file_as_the_repository_has_it(name: str, page: str) -> None:
+def test_the_page_of_the_four_tools_shows_their_example() -> None:
     """The page repeats the file of ``examples/`` word for word."""
-    assert f"\n{(ROOT / 'examples' / name).read_text()}```\n" in (DOCS / page).read_text()
+    example = (ROOT / "examples/four_tools.py").read_text()
+    assert f"\n{example}```\n" in (DOCS / "start/four-tools.md").read_text()
 
 
 def test_pictures_are_as_their_scripts_draw_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,3 +44,17 @@ def test_the_page_of_benchmarks_shows_the_recorded_results() -> None:
         for table in json.loads(path.read_text())["tables"]
     ]
     assert [mark for mark in marks if mark not in page] == []
+
+
+def test_the_architecture_page_names_modules_that_exist() -> None:
+    """Each name in the second column of its table is the end of a module's path."""
+    rows = re.findall(r"^\| .+? \| (.+) \|$", (DOCS / "architecture.md").read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([\w/]+)`", row)}
+    files = [str(path.with_suffix("")) for path in (ROOT / "lightning_ddp_ext").rglob("*.py")]
+    folders = [f"{path}/" for path in (ROOT / "lightning_ddp_ext").rglob("*") if path.is_dir()]
+    assert len(named) > 50
+    assert [
+        name
+        for name in sorted(named)
+        if not any(path.endswith(f"/{name}") for path in [*files, *folders])
+    ] == []

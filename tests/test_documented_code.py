@@ -73,6 +73,46 @@ def test_first_example_runs(page: str, tmp_path: Path) -> None:
     assert "`Trainer.fit` stopped: `max_epochs=1` reached." in output
 
 
+# The script of the README's terminal; rank 1 is killed in step 58 of the first run.
+KILLED_ONCE = """
+import os, signal
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+import lightning_ddp_ext
+
+
+class Kill(L.Callback):
+    def on_before_backward(self, trainer, module, loss):
+        marker = Path("killed")
+        if trainer.global_step == 57 and trainer.global_rank == 1 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    options = {"devices": 2, "accelerator": "cpu", "max_epochs": 2}
+    trainer = L.Trainer(strategy="ddp_ext", callbacks=[Kill()], **options)
+    trainer.fit(BoringModel(), ckpt_path="last")
+"""
+
+
+def test_the_terminal_of_the_readme_shows_what_a_killed_run_prints(tmp_path: Path) -> None:
+    """The command saves and names the dead rank, and resumes when it is typed again."""
+    [terminal] = blocks_of("../README.md", TEXTS["../README.md"], "text")
+    _, first, second = terminal.code.split("$ python train.py\n")
+    (tmp_path / "train.py").write_text(KILLED_ONCE)
+    for shown, exit_code in ((first, 1), (second, 0)):
+        done = run_script(tmp_path / "train.py", cwd=tmp_path)
+        assert done.exit_code == exit_code, done.output
+        for line in shown.splitlines():
+            as_here = re.sub(r"host \w+, pid \d+", "…", line)
+            pattern = ".*".join(re.escape(part) for part in as_here.split("…"))
+            assert re.search(f"^{pattern}$", done.output, re.MULTILINE), (line, done.output)
+
+
 def on_this_machine(code: str, directory: Path, port: int = 29500) -> str:
     """Return the code with a directory of the test and a port of this machine in the
     place of those on the pages.

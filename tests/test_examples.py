@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import lightning as L
 import pytest
+from torch.utils.data import Sampler
 
+import lightning_ddp_ext
 from tests.harness.environment import skip_because
 from tests.harness.scripts import run_on_ranks, run_script
 
@@ -17,6 +20,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 # A pattern for the line that each script prints if it works. Numbers that depend on the
 # machine have a range, such as the fit to noisy data in minimal.py.
 PRINTED = {
+    "four_tools.py": r"2 ranks are at step 24, saved to \S+/checkpoints/last\.ckpt",
+    "samplers.py": r"epoch 1, rank 1: \[(\d+), \d+, \d+, \d+\]",
     "minimal.py": r"2 ranks found y = (2\.9|3\.0)\d x -(0\.9|1\.0)\d in 40 steps",
     "gan_manual_optimization.py": r"generated mean (3\.[5-9]|4\.[0-4])\d, of the data 4\.00",
     "gradient_accumulation.py": r"largest difference of a weight: (0e\+00|[1-9]e-0[678])",
@@ -46,6 +51,19 @@ def test_an_example_succeeds_and_prints_its_result(name: str, tmp_path: Path) ->
     """Its output has the line that the script prints only if it works."""
     output = run_on_ranks(EXAMPLES / name, cwd=tmp_path)
     assert re.search(PRINTED[name], output), output
+
+
+def test_each_callback_and_sampler_is_used_in_an_example() -> None:
+    """A user can copy a use of each from a script that runs."""
+    public = {name: getattr(lightning_ddp_ext, name) for name in lightning_ddp_ext.__all__}
+    shown = [
+        name
+        for name, value in public.items()
+        if isinstance(value, type) and issubclass(value, L.Callback | Sampler)
+    ]
+    scripts = "".join(path.read_text() for path in EXAMPLES.glob("*.py"))
+    assert len(shown) >= 9
+    assert [name for name in shown if f"{name}(" not in scripts] == []
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_public_api_is_as_recorded() -> None:
     assert not removed + added, (
         "the public API is not as tests/public-api.txt has it:\n"
         + "\n".join(removed + added)
-        + "\nIf that is meant, CHANGELOG.md says what to write instead; see docs/more/releases.md,"
+        + "\nIf that is meant, CHANGELOG.md says what to write instead; see docs/reference/api.md,"
         " and run `make api`."
     )
 
