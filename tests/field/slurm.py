@@ -226,7 +226,7 @@ class Slurm:
 
 
 class Job:
-    """A submitted job; an array counts as one job with several tasks."""
+    """A submitted job."""
 
     def __init__(self, slurm: Slurm, number: str) -> None:
         self._number = number
@@ -234,23 +234,20 @@ class Job:
 
     @property
     def output(self) -> str:
-        """The text that all starts of the job and all its tasks have written."""
-        logs = [Path(path) for path in self._facts("StdOut")]
-        return "".join(log.read_text() for log in logs if log.exists())
+        """The text that all starts of the job have written."""
+        log = Path(self._fact("StdOut"))
+        return log.read_text() if log.exists() else ""
 
-    def _facts(self, name: str) -> list[str]:
-        """Return a fact that the controller states about each task, such as
-        ``JobState``.
-        """
+    def _fact(self, name: str) -> str:
+        """Return a fact that the controller states about the job, such as ``JobState``."""
         shown = self._slurm.call("scontrol", "show", "job", self._number)
-        return re.findall(rf"\b{name}=(\S+)", shown)
+        (fact,) = re.findall(rf"\b{name}=(\S+)", shown)
+        return str(fact)
 
-    def wait(self) -> list[End]:
-        """Wait until the job exits for good; return the end of each task."""
-        self._wait_until(lambda: _FINAL.issuperset(self._facts("JobState")), "is still running")
-        states = self._facts("JobState")
-        requeues = self._facts("Restarts")
-        return [End(state, int(times)) for state, times in zip(states, requeues, strict=True)]
+    def wait(self) -> End:
+        """Wait until the job exits for good; return how it ended."""
+        self._wait_until(lambda: self._fact("JobState") in _FINAL, "is still running")
+        return End(self._fact("JobState"), int(self._fact("Restarts")))
 
     def wait_for_output(self, text: str) -> None:
         """Wait until the job has written ``text``."""

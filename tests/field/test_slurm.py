@@ -3,9 +3,8 @@ undisturbed run.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -21,9 +20,9 @@ ONE_NODE = "--nodes=1 --ntasks-per-node=2"
 TWO_NODES = "--nodes=2 --ntasks-per-node=1"
 SRUN = "srun python"
 SLOWLY = "step=0.2"
-FINISHED = [End("COMPLETED", requeues=0)]
-FINISHED_AFTER_A_REQUEUE = [End("COMPLETED", requeues=1)]
-FAILED = [End("FAILED", requeues=0)]
+FINISHED = End("COMPLETED", requeues=0)
+FINISHED_AFTER_A_REQUEUE = End("COMPLETED", requeues=1)
+FAILED = End("FAILED", requeues=0)
 
 
 @pytest.fixture(scope="session")
@@ -85,16 +84,6 @@ def undisturbed(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> set[s
     return weights
 
 
-class Stop(NamedTuple):
-    """A way to stop and requeue a job: the script's arguments, one of which acts on the
-    job, further options of ``sbatch``, and the words before the script.
-    """
-
-    arguments: Sequence[str]
-    options: str = ""
-    start: str = SRUN
-
-
 # The requeued job has a longer limit, or the signal for the limit arrives while it
 # starts, and kills it.
 LATER = "test -z $SLURM_RESTART_COUNT || scontrol update jobid=$SLURM_JOB_ID timelimit=20"
@@ -102,44 +91,54 @@ USR1 = "command=scancel --signal=USR1 $SLURM_JOB_ID"
 REQUEUE_ON_143 = """
 requeue_on_143() { "$@"; [ $? != 143 ] || scontrol requeue $SLURM_JOB_ID; }
 requeue_on_143 srun python"""
+# Ways to stop and requeue a job: the script's arguments, one of which acts on the job,
+# further options of ``sbatch``, and the words before the script.
 STOPS = [
     pytest.param(
-        Stop(
-            ["step=0.5", "command=scontrol update jobid=$SLURM_JOB_ID timelimit=1"],
-            options="--signal=USR1@30 --time=20",
-            start=f"{LATER}; {SRUN}",
-        ),
+        ["step=0.5", "command=scontrol update jobid=$SLURM_JOB_ID timelimit=1"],
+        "--signal=USR1@30 --time=20",
+        f"{LATER}; {SRUN}",
         id="--signal before the time limit",
         marks=pytest.mark.nightly,
     ),
     pytest.param(
-        Stop([SLOWLY, USR1, "resume="]), id="scancel --signal, without an argument to resume"
+        [SLOWLY, USR1, "resume="], "", SRUN, id="scancel --signal, without an argument to resume"
     ),
     pytest.param(
-        Stop([SLOWLY, USR1, "stop_checkpoint=None"]),
+        [SLOWLY, USR1, "stop_checkpoint=None"],
+        "",
+        SRUN,
         id="without a stop checkpoint",
         marks=pytest.mark.nightly,
     ),
     pytest.param(
-        Stop([SLOWLY, "command=scontrol requeue $SLURM_JOB_ID"]),
+        [SLOWLY, "command=scontrol requeue $SLURM_JOB_ID"],
+        "",
+        SRUN,
         id="scontrol requeue",
         marks=pytest.mark.nightly,
     ),
     pytest.param(
-        Stop([SLOWLY, "command=scancel --signal=TERM $SLURM_JOB_ID"], start=REQUEUE_ON_143),
+        [SLOWLY, "command=scancel --signal=TERM $SLURM_JOB_ID"],
+        "",
+        REQUEUE_ON_143,
         id="by the batch script",
         marks=pytest.mark.nightly,
     ),
 ]
 
 
-@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize(("arguments", "options", "start"), STOPS)
 def test_a_stopped_job_is_requeued_and_continues(
-    stop: Stop, slurm: Slurm, undisturbed: set[str], tmp_path: Path
+    arguments: list[str],
+    options: str,
+    start: str,
+    slurm: Slurm,
+    undisturbed: set[str],
+    tmp_path: Path,
 ) -> None:
     """The job saves, and after its requeue begins with the next step."""
-    options = f"{ONE_NODE} {stop.options}"
-    job = submit(slurm, tmp_path, *stop.arguments, options=options, start=stop.start)
+    job = submit(slurm, tmp_path, *arguments, options=f"{ONE_NODE} {options}", start=start)
     expect_resumed(job, undisturbed)
 
 
@@ -201,7 +200,7 @@ def test_a_job_that_is_not_requeued_saves_and_a_new_job_continues(
     """The same command, submitted again, begins with the next step."""
     arguments = ["step=0.5", once(command)]
     job = submit(slurm, tmp_path, *arguments)
-    assert job.wait() == [End(state, requeues=0)], job.output
+    assert job.wait() == End(state, requeues=0), job.output
     stops = stops_of(job)
     assert len(stops) == 1, job.output
     again = submit(slurm, tmp_path, *arguments)
