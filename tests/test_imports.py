@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -40,13 +41,12 @@ def imports_of(module: str) -> Iterator[str]:
     """Yield the full names of modules that a file imports anywhere, also for types and
     of other packages.
     """
-    package = module.split(".")[:-1]
+    package = module.rpartition(".")[0]
     for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
+            base = resolve_name("." * node.level + (node.module or ""), package)
             # Each is either a module, or a name in the module ``base``.
             members = [f"{base}.{alias.name}" for alias in node.names]
             yield from (member if module_named(member) in FILES else base for member in members)
