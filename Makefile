@@ -67,7 +67,7 @@ field: $(VENV)/$(FIELD) ## All jobs on a real SLURM, Open MPI, MPICH, two agents
 	@echo "Debian: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge openmpi-bin mpich"
 	$(BIN)/python -m pytest -m field $(PARALLEL) --durations 10
 
-programs: $(PROGRAMS)/$(INSTALLED) ## Ten programs of other people with ddp and with ddp_ext, and the recipes of docs/ (10 minutes, 3 GB)
+programs: $(PROGRAMS)/$(INSTALLED) ## Seven programs of other people with ddp and with ddp_ext, and the recipes of docs/ (10 minutes, 3 GB)
 	$(PROGRAMS)/bin/python -m pytest tests/programs $(PARALLEL) --durations 10
 	$(PROGRAMS)/bin/python -m pytest tests/test_documented_code.py $(PARALLEL)
 

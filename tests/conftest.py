@@ -3,7 +3,6 @@ each test, and fixtures that tests of several subpackages use.
 """
 
 import contextlib
-import functools
 import gc
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -12,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import uuid
@@ -24,13 +22,14 @@ from typing import Any
 import hypothesis
 import psutil
 import pytest
+import torch.distributed as dist
 
 from tests.harness.environment import MARK, marked, name_of, skip_because, wait_until_exited
 from tests.harness.network import Network, network, why_unavailable
 from tests.harness.rank_process import measured_coverage, start_server
 
 _ROOT = Path(__file__).resolve().parent.parent
-_STARTER = "tests.harness.ranks"  # starts ranks, and scripts as a single rank
+_STARTERS = ("tests.harness", "tests.integration")
 _MARKED_FOLDERS = ("field", "gpu", "programs")
 _SECONDS_TO_EXIT = 60.0  # an interpreter with torch needs some to exit, on a busy core
 # Set by pytest for each test, and by libraries once when they are imported or first
@@ -78,29 +77,24 @@ def _use_own_temporary_directory() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test ``ranks`` if its module starts processes, else ``unit``; tests in
+    """Mark each test ``ranks`` if its module may start processes, else ``unit``; tests in
     some folders also get the folder's name, because not every machine can run them.
     """
     for item in items:
         if isinstance(item, pytest.Function):
-            item.add_marker("ranks" if _starts_processes(item.module.__name__) else "unit")
+            item.add_marker("ranks" if _uses_helpers(item.module) else "unit")
             folder = item.path.parent.name
             if folder in _MARKED_FOLDERS:
                 item.add_marker(folder)
 
 
-@functools.cache
-def _starts_processes(module: str) -> bool:
-    """Whether the module uses the one that starts processes, itself or by a helper."""
-    if module == _STARTER:
-        return True
-    values = vars(sys.modules[module]).values()
-    origins = {
-        value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", None))
-        for value in values
-    } - {module}
-    helpers = [origin for origin in origins if origin.startswith("tests.")]
-    return any(map(_starts_processes, helpers))
+def _uses_helpers(module: ModuleType) -> bool:
+    """Whether the module has something from modules that start processes."""
+    origins = [
+        getattr(value, "__module__", None) or getattr(value, "__name__", "")
+        for value in vars(module).values()
+    ]
+    return any(str(origin).startswith(_STARTERS) for origin in origins)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -156,14 +150,14 @@ class Snapshot:
     def _changed_variables(self) -> list[str]:
         changes = self._environment.items() ^ os.environ.items()
         names = sorted({name for name, _ in changes} - _HARMLESS_VARIABLES)
-        lines = []
+        now = dict(os.environ)
         for name in names:
-            before = self._environment.get(name)
-            now = os.environ.pop(name, None)
-            lines.append(f"environment variable {name}={now!r} (was {before!r})")
-            if before is not None:
-                os.environ[name] = before
-        return lines
+            os.environ.pop(name, None)
+        os.environ |= {name: self._environment[name] for name in names if name in self._environment}
+        return [
+            f"environment variable {name}={now.get(name)!r} (was {self._environment.get(name)!r})"
+            for name in names
+        ]
 
 
 def _threads() -> list[threading.Thread]:
@@ -214,11 +208,7 @@ def _processes() -> list[psutil.Process]:
 
 def _process_group() -> list[str]:
     """Destroy a process group that is open, and return a line for it."""
-    if "torch.distributed" not in sys.modules:
-        return []
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return []
     line = f"process group {dist.get_backend()} of {dist.get_world_size()} ranks"
     dist.destroy_process_group()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -35,7 +35,6 @@ def content(dtype: torch.dtype, size: int) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(DTYPES), st.integers(2, 3000) | st.integers(CHUNK - 2, CHUNK + 2), st.data())
 def test_every_change_changes_it(dtype: torch.dtype, size: int, data: st.DataObject) -> None:
     """A flipped bit changes the checksum, and so do two different elements that swap

@@ -6,8 +6,6 @@ import os
 import pkgutil
 import re
 import shutil
-import signal
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +13,8 @@ import pytest
 import torch
 
 import lightning_ddp_ext
-from tests.harness.environment import wait_until
-from tests.harness.ranks import RankProcesses, by_hand_env, free_port, run_ranks
-from tests.harness.scripts import be_the_script, run_on_ranks, run_script
+from tests.harness.ranks import by_hand_env, free_port, run_ranks
+from tests.harness.scripts import run_on_ranks, run_script
 from tests.harness.training import Net
 
 ROOT = Path(__file__).parents[1]
@@ -25,16 +22,13 @@ DOCS = ROOT / "docs"
 
 
 class Block(NamedTuple):
-    """A block of code on a page; the title is a comment in its first line, or empty."""
+    """A block of code on a page. The title is a comment in its first line; a block with a
+    title runs as a file, the others run in turn on each rank.
+    """
 
     page: str
     title: str
     code: str
-
-    @property
-    def is_script(self) -> bool:
-        """Whether the block runs as a file; the others run in turn on each rank."""
-        return bool(self.title)
 
 
 def blocks_of(page: str, text: str, language: str = "python") -> list[Block]:
@@ -50,7 +44,7 @@ FILES = [
 ]
 TEXTS = {os.path.relpath(path, DOCS): path.read_text() for path in sorted(FILES)}
 BLOCKS = [block for page, text in TEXTS.items() for block in blocks_of(page, text)]
-SCRIPTS = [block for block in BLOCKS if block.is_script]
+SCRIPTS = [block for block in BLOCKS if block.title]
 # Packages by a text in the scripts that need them; scripts whose package is missing are
 # skipped.
 OPTIONAL = {
@@ -61,16 +55,6 @@ OPTIONAL = {
     "from datasets": "datasets",
     "import webdataset": "webdataset",
 }
-
-
-@pytest.mark.lowest
-@pytest.mark.parametrize("page", ["../README.md", "start/quickstart.md"])
-def test_first_example_runs(page: str, tmp_path: Path) -> None:
-    """The first script of the page trains on two ranks."""
-    (tmp_path / "train.py").write_text(blocks_of(page, TEXTS[page])[0].code)
-    output = run_on_ranks(tmp_path / "train.py", cwd=tmp_path)
-    assert "process group: gloo, 2 ranks, env://" in output
-    assert "`Trainer.fit` stopped: `max_epochs=1` reached." in output
 
 
 # The script of the README's terminal; rank 1 is killed in step 58 of the first run.
@@ -126,7 +110,7 @@ def run_blocks(rank: int, world_size: int, directory: Path) -> None:
     """Run all blocks on a rank in turn, each in a new namespace."""
     os.chdir(directory)
     for block in BLOCKS:
-        if not block.is_script:
+        if not block.title:
             code = compile(on_this_machine(block.code, directory), block.page, "exec")
             exec(code, {"__name__": "__main__"})
 
@@ -146,7 +130,7 @@ def test_blocks_of_pages_run(tmp_path: Path) -> None:
 
 def test_a_block_with_a_strategys_name_imports_the_package() -> None:
     """A copied block does not depend on the import in another block."""
-    named = [block for block in BLOCKS if '"ddp_ext' in block.code and not block.is_script]
+    named = [block for block in BLOCKS if '"ddp_ext' in block.code and not block.title]
     assert [block for block in named if "lightning_ddp_ext" not in block.code] == []
 
 
@@ -178,40 +162,6 @@ def test_scripts_have_a_main_guard() -> None:
     assert [name for name, code in scripts if call_at_the_top.search(code)] == []
 
 
-def first_block_of(page: str) -> str:
-    """Return the code of a page's first block, if any, which its commands call train.py."""
-    return next((block.code for block in BLOCKS if block.page == page), "")
-
-
-def has_saved(directory: Path, run: int) -> bool:
-    """Whether a run in this directory, counted from 0, has saved an epoch."""
-    return any(directory.glob(f"lightning_logs/version_{run}/checkpoints/*.ckpt"))
-
-
-def output_until_stopped(script: Path, run: int) -> str:
-    """Return the first output of rank 0 in a run of the script, which is stopped by
-    SIGTERM to rank 1 after an epoch.
-    """
-    directory = script.parent
-    env = by_hand_env(2, free_port())
-    with RankProcesses(be_the_script, 2, script, (), directory, env=env) as ranks:
-        output = ranks.wait_for_output("Trainer(log_every_n_steps=", rank=0)
-        wait_until(partial(has_saved, directory, run), lambda: "no epoch is saved", 120.0)
-        ranks.kill(1, signal.SIGTERM)
-        assert {outcome.exit_code for outcome in ranks.wait()} == {128 + signal.SIGTERM}
-    return output
-
-
-@pytest.mark.nightly
-def test_a_page_that_is_stopped_continues_when_it_is_run_again(tmp_path: Path) -> None:
-    """SIGTERM to one rank stops both, and the same command resumes, as the page claims."""
-    script = tmp_path / "train.py"
-    script.write_text(first_block_of("guides/early-end.md"))
-    resumes = r"ckpt_path='last' is \S+/last-preempted\.ckpt"
-    assert not re.search(resumes, output_until_stopped(script, run=0))
-    assert re.search(resumes, output_until_stopped(script, run=1))
-
-
 # Commands that are not run, and why; all others of a page's shell are, with the page's
 # first block as train.py.
 NOT_RUN = {
@@ -224,50 +174,44 @@ NOT_RUN = {
 }
 
 
-class Session(NamedTuple):
-    """Commands on a page, and the lines of output that the page shows."""
-
-    page: str
-    commands: str
-    shown: list[str]
-
-
-def session_of(block: Block) -> Session | None:
-    """Return the part of a block that is run, if any.
-
-    A block that shows output begins with a prompt and a single command.
-    """
-    code = block.code
+def run_part_of(commands: str) -> str:
+    """Return the commands of a block without those that are not run; empty if none is."""
     for left_out in NOT_RUN:
-        code = re.sub(left_out, "", code, flags=re.MULTILINE)
-    if not re.search(r"^(\$ )?\w", code, re.MULTILINE):
-        return None
-    if not code.startswith("$ "):
-        return Session(block.page, code, [])
-    command, *shown = code.removeprefix("$ ").splitlines(keepends=True)
-    return Session(block.page, command, [line for line in shown if line not in ("...\n", "…\n")])
+        commands = re.sub(left_out, "", commands, flags=re.MULTILINE)
+    return commands if re.search(r"^(\$ )?\w", commands, re.MULTILINE) else ""
 
 
-SHELLS = [block for page, text in TEXTS.items() for block in blocks_of(page, text, "console")]
-SESSIONS = [session for session in map(session_of, SHELLS) if session is not None]
+SHELLS = [
+    Block(page, block.title, commands)
+    for page, text in TEXTS.items()
+    for block in blocks_of(page, text, "console")
+    if (commands := run_part_of(block.code))
+]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("session", SESSIONS, ids=[session.page for session in SESSIONS])
-def test_commands_of_pages_run(session: Session, tmp_path: Path) -> None:
-    """The commands succeed, and print the lines that the page shows."""
+@pytest.mark.parametrize("shell", SHELLS, ids=[shell.page for shell in SHELLS])
+def test_commands_of_pages_run(shell: Block, tmp_path: Path) -> None:
+    """The commands succeed, and print the lines that the page shows after a command with
+    a prompt.
+    """
+    commands = shell.code
+    shown = ""
+    if commands.startswith("$ "):
+        commands, _, shown = commands.removeprefix("$ ").partition("\n")
     port = free_port()
-    scripts = {"train.py": first_block_of(session.page)}
-    scripts |= {script.title: script.code for script in SCRIPTS if script.page == session.page}
-    for title, code in scripts.items():
-        (tmp_path / title).write_text(on_this_machine(code, tmp_path, port))
+    blocks = [block for block in BLOCKS if block.page == shell.page]
+    for block in reversed(blocks):  # the first one without a title is train.py
+        name = block.title or "train.py"
+        (tmp_path / name).write_text(on_this_machine(block.code, tmp_path, port))
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     torch.save(Net().state_dict(), tmp_path / "last.ckpt")
-    commands = f"set -e\n{on_this_machine(session.commands, tmp_path, port)}"
+    commands = f"set -e\n{on_this_machine(commands, tmp_path, port)}"
     env = {"PL_TRAINER_MAX_EPOCHS": "1", "PL_TRAINER_ACCELERATOR": "cpu"}
     done = run_script(commands, launcher=("bash",), cwd=tmp_path, env=env, time_limit=400)
     assert done.exit_code == 0, done.output
-    assert [line for line in session.shown if line not in done.output] == []
+    lines = [line for line in shown.splitlines() if line not in ("...", "…")]
+    assert [line for line in lines if line not in done.output] == []
 
 
 def test_examples_in_docstrings_are_right() -> None:

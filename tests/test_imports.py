@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -34,42 +35,29 @@ ORDER = (
     "main",
 )
 PUBLIC = ("__init__", "lightning", "pytorch_lightning")
-LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 
 
 def imports_of(module: str) -> Iterator[str]:
     """Yield the full names of modules that a file imports anywhere, also for types and
     of other packages.
     """
-    package = module.split(".")[:-1]
+    package = module.rpartition(".")[0]
     for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield module_named(alias.name)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            for alias in node.names:
-                # Either a module, or a name in the module ``base``.
-                member = module_named(f"{base}.{alias.name}")
-                yield member if member in FILES else module_named(base)
+            base = resolve_name("." * node.level + (node.module or ""), package)
+            # Each is either a module, or a name in the module ``base``.
+            members = [f"{base}.{alias.name}" for alias in node.names]
+            yield from (member if module_named(member) in FILES else base for member in members)
 
 
 def module_named(name: str) -> str:
-    """Return the full name of a module, as in ``FILES``; other packages' modules count as
-    packages.
-    """
+    """Return the full name of a module, as in ``FILES``, if it is one of this package."""
     return name if name in FILES else f"{name}.__init__"
 
 
-def ours(module: str) -> set[str]:
-    """Return the modules of this package that a module imports."""
-    return {name for name in imports_of(module) if name in FILES}
-
-
-def libraries_of(module: str) -> set[str]:
-    """Return the top-level names that a module imports, this package among them."""
-    return {name.partition(".")[0] for name in imports_of(module)}
+IMPORTED = {module: {*map(module_named, imports_of(module))} & FILES.keys() for module in FILES}
 
 
 def level_of(module: str) -> str:
@@ -86,8 +74,8 @@ def test_subpackages_import_only_those_before_them() -> None:
     """Imports for types count as well."""
     upwards = [
         (module, imported)
-        for module in FILES
-        for imported in ours(module)
+        for module, all_imported in IMPORTED.items()
+        for imported in all_imported
         if ORDER.index(level_of(imported)) > ORDER.index(level_of(module))
     ]
     assert upwards == []
@@ -96,21 +84,16 @@ def test_subpackages_import_only_those_before_them() -> None:
 def test_no_modules_import_each_other() -> None:
     """Imports for types count as well, as do cycles through other modules."""
     try:
-        TopologicalSorter({module: ours(module) for module in FILES}).prepare()
+        TopologicalSorter(IMPORTED).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
-
-
-def test_only_adapters_import_lightning() -> None:
-    """Modules outside of ``integration`` do not import Lightning."""
-    others = [module for module in FILES if level_of(module) != "integration"]
-    assert [module for module in others if libraries_of(module) & LIGHTNING] == []
 
 
 @pytest.mark.parametrize("name", ["errors", "world"])
 def test_modules_of_plain_values_import_no_library(name: str) -> None:
     """They import the standard library and this package, but not torch."""
-    assert libraries_of(f"{PACKAGE}.{name}") <= {*sys.stdlib_module_names, PACKAGE}
+    libraries = {imported.partition(".")[0] for imported in imports_of(f"{PACKAGE}.{name}")}
+    assert libraries <= {*sys.stdlib_module_names, PACKAGE}
 
 
 def test_windows_is_refused_in_a_sentence() -> None:

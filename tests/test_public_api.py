@@ -4,8 +4,8 @@ result.
 `make api` records it.
 """
 
+import difflib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,6 @@ griffe: Any = pytest.importorskip("griffe", reason="is for development")
 
 RECORDED = Path(__file__).with_name("public-api.txt")
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "api.md"
-PREFIX = {
-    griffe.ParameterKind.keyword_only: "*, ",
-    griffe.ParameterKind.var_positional: "*",
-    griffe.ParameterKind.var_keyword: "**",
-}
 
 
 def api_lines() -> list[str]:
@@ -32,47 +27,34 @@ def api_lines() -> list[str]:
         "lightning_ddp_ext", search_paths=[Path(lightning_ddp_ext.__file__).parents[1]]
     )
     shown = dict(re.findall(r"^\| \[`(\w+)`\].*Members: (.*)", PAGE.read_text(), re.M))
-    lines: list[str] = []
+    text = ""
     for name in sorted(lightning_ddp_ext.__all__):
         public = package[name]
         if public.is_module:  # a function that has the name of its module
             public = public[name]
-        lines += lines_of(name, public)
+        text += as_written(name, public)
         for member in re.findall(r"\w+", shown.get(name, "")):
-            lines += lines_of(f"{name}.{member}", public.all_members[member])
-    return lines
+            text += as_written(f"{name}.{member}", public.all_members[member])
+    return text.splitlines()
 
 
-def lines_of(name: str, public: Any) -> Iterator[str]:
-    """Yield the lines of a class, a function or an attribute."""
+def as_written(name: str, public: Any) -> str:
+    """Return a class, a function or an attribute as in code, with a line an argument."""
     if public.is_attribute:
-        yield f"{name}: {public.annotation}"
-        return
+        return f"{name}: {public.annotation}\n"
     if public.is_class:
-        yield f"class {name}({', '.join(map(str, public.bases))})"
-    for parameter in public.parameters:
-        if parameter.name not in ("self", "cls"):
-            yield f"{name}({as_written(parameter)})"
-    if public.is_function:
-        yield f"{name}() -> {public.returns}"
-
-
-def as_written(parameter: Any) -> str:
-    """Return an argument as in a signature that has no other one."""
-    prefix = PREFIX.get(parameter.kind, "")
-    default = "" if parameter.default is None or prefix.endswith("*") else f" = {parameter.default}"
-    return f"{prefix}{parameter.name}: {parameter.annotation}{default}"
+        bases = ", ".join(map(str, public.bases))
+        return f"class {name}({bases})\n" + as_written(name, public.all_members["__init__"])
+    signature = f"{public.signature(return_type=False, name=name)} -> {public.returns}\n"
+    return re.sub(r"(?<=[,(]) ?(?=\**\w+: )", "\n    ", signature)
 
 
 def test_public_api_is_as_recorded() -> None:
     """Public names, arguments, defaults and types change only on purpose."""
-    recorded = RECORDED.read_text().splitlines()
-    current = api_lines()
-    removed = [f"- {line}" for line in recorded if line not in current]
-    added = [f"+ {line}" for line in current if line not in recorded]
-    assert not removed + added, (
+    changes = [*difflib.unified_diff(RECORDED.read_text().splitlines(), api_lines(), lineterm="")]
+    assert not changes, (
         "the public API is not as tests/public-api.txt has it:\n"
-        + "\n".join(removed + added)
+        + "\n".join(changes)
         + "\nIf that is meant, CHANGELOG.md says what to write instead; see docs/reference/api.md,"
         " and run `make api`."
     )

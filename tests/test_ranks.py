@@ -5,17 +5,16 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lightning_ddp_ext.checksum import raise_if_different
 from lightning_ddp_ext.errors import RankFailedError
 from lightning_ddp_ext.ranks import Ranks
 from tests.harness.ranks import launch_ranks, run_ranks
-from tests.harness.training import Net, fit
+from tests.harness.training import Net, fit, stock_group
 from tests.supervision.model import boom
 
 OPERATION = "a test"
@@ -38,19 +37,14 @@ def work_on_rank_zero(rank: int, world_size: int, directory: Path, work: Callabl
     return trainer.strategy.on_rank_zero(work, what=OPERATION)
 
 
-class Caught(NamedTuple):
-    """An error with its notes, and the text of its cause."""
-
-    error: str
-    cause: str
-
-
-def catch_error(rank: int, world_size: int, directory: Path, work: Callable[[], Any]) -> Caught:
-    try:
+def error_and_cause(
+    rank: int, world_size: int, directory: Path, work: Callable[[], Any]
+) -> tuple[str, str]:
+    """Return the error that the work raises, with its notes, and the text of its cause."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011
         work_on_rank_zero(rank, world_size, directory, work)
-    except Exception as error:
-        return Caught("".join(traceback.format_exception_only(error)), str(error.__cause__))
-    raise AssertionError("the work must fail")
+    error = caught.value
+    return "".join(traceback.format_exception_only(error)), str(error.__cause__)
 
 
 def test_every_rank_has_the_result(tmp_path: Path) -> None:
@@ -82,12 +76,12 @@ def test_every_rank_raises_the_error(
     work: Callable[[], Any], error_on_rank_0: str, error_on_others: str, tmp_path: Path
 ) -> None:
     """On other ranks, a note names rank 0, and the cause is rank 0's traceback."""
-    on_rank_0, on_rank_1 = run_ranks(catch_error, 2, tmp_path, work)
-    assert on_rank_0.error == f"{error_on_rank_0}\n"
+    (on_rank_0, _), (on_rank_1, cause) = run_ranks(error_and_cause, 2, tmp_path, work)
+    assert on_rank_0 == f"{error_on_rank_0}\n"
     note = f"raised on rank 0 (operation: {OPERATION})"
-    assert on_rank_1.error == f"{error_on_others}\n{note}\n"
-    assert "Traceback (most recent call last):" in on_rank_1.cause
-    assert error_on_rank_0 in on_rank_1.cause
+    assert on_rank_1 == f"{error_on_others}\n{note}\n"
+    assert "Traceback (most recent call last):" in cause
+    assert error_on_rank_0 in cause
 
 
 def fail() -> None:
@@ -112,15 +106,11 @@ def test_no_collective_starts_after_a_rank_failed(exchange: Callable[[Ranks], An
         exchange(Ranks(0, 2, check=fail))
 
 
-def test_a_comparison_that_an_abort_ends_raises_the_failure() -> None:
+def test_a_comparison_that_an_abort_ends_raises_the_failure(tmp_path: Path) -> None:
     """An aborted collective of NCCL may leave the values of this rank unchanged.
 
     So does the collective of a single rank in this test.
     """
     ranks = Ranks(0, 2, check_received=fail)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(RankFailedError, match="rank 1 failed"):
-            raise_if_different({"weight": torch.ones(1)}, ranks, when="in a test")
-    finally:
-        dist.destroy_process_group()
+    with stock_group(0, 1, tmp_path), pytest.raises(RankFailedError, match="rank 1 failed"):
+        raise_if_different({"weight": torch.ones(1)}, ranks, when="in a test")

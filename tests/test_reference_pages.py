@@ -11,7 +11,6 @@ from pathlib import Path
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_ddp_ext
-from lightning_ddp_ext import DDPExtError
 
 ROOT = Path(__file__).parents[1]
 # Set by the package for the processes that it starts.
@@ -28,17 +27,12 @@ def rows(text: str) -> Iterator[tuple[list[str], str]]:
         yield re.findall(r"`(\w+)`", first), second
 
 
-def subclasses(cls: type[Exception]) -> Iterator[str]:
-    for child in cls.__subclasses__():
-        yield child.__name__
-        yield from subclasses(child)
-
-
 def test_every_error_has_a_cause_and_a_fix_under_its_heading() -> None:
     """The page of errors has each class of error exactly once, with both parts."""
     section = r"^### (\w+)\n\n(.*?)(?=\n\n#|\Z)"
     sections = re.findall(section, reference("errors.md"), re.MULTILINE | re.DOTALL)
-    assert sorted(name for name, _ in sections) == sorted(set(subclasses(DDPExtError)))
+    public = [name for name in lightning_ddp_ext.__all__ if name.endswith("Error")]
+    assert sorted(["DDPExtError", *(name for name, _ in sections)]) == sorted(public)
     for part in ("**Cause:**", "**Fix:**"):
         assert [name for name, text in sections if part not in text] == []
 
@@ -57,15 +51,6 @@ def test_a_traceback_ends_with_the_address_of_its_error() -> None:
 OF_STRATEGY = inspect.signature(lightning_ddp_ext.DDPExtStrategy).parameters
 
 
-def documented_defaults() -> tuple[dict[str, str], dict[str, str]]:
-    """Return the written defaults by name, of the strategy's arguments and of DDP's."""
-    of_strategy, of_ddp = (
-        {name: default for names, default in rows(section) for name in names}
-        for section in reference("strategy.md").split("## DDP arguments")
-    )
-    return of_strategy, of_ddp
-
-
 def as_written(default: object) -> str:
     """Return a default as the page has it: a duration in seconds, or code."""
     if isinstance(default, timedelta):
@@ -73,18 +58,18 @@ def as_written(default: object) -> str:
     return repr(default).replace("'", '"')
 
 
-def test_every_argument_of_the_strategy_is_described() -> None:
-    """The page has each argument, except those that the strategy passes on to DDP."""
-    of_strategy, _ = documented_defaults()
-    assert sorted(of_strategy) == sorted(OF_STRATEGY.keys() - {"ddp_kwargs"})
-
-
-def test_documented_defaults_are_right() -> None:
-    """They are those of the strategy and, for DDP's arguments, of the installed torch."""
-    of_strategy, of_ddp = documented_defaults()
+def test_every_argument_of_the_strategy_is_described_with_its_default() -> None:
+    """The defaults are those of the strategy and, for DDP's arguments, of the installed
+    torch.
+    """
+    of_strategy, of_ddp = (
+        {name: default.strip("`") for names, default in rows(section) for name in names}
+        for section in reference("strategy.md").split("## DDP arguments")
+    )
+    assert of_strategy.keys() == OF_STRATEGY.keys() - {"ddp_kwargs"}
     parameters = {**inspect.signature(DistributedDataParallel).parameters, **OF_STRATEGY}
-    for name, written in {**of_strategy, **of_ddp}.items():
-        assert written.strip("`") == as_written(parameters[name].default), name
+    described = {**of_strategy, **of_ddp}
+    assert described == {name: as_written(parameters[name].default) for name in described}
 
 
 def test_every_variable_of_ours_is_described() -> None:

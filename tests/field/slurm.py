@@ -67,12 +67,7 @@ def why_unavailable() -> str | None:
     missing = [program for program in _PROGRAMS if _path_of(program) is None]
     if missing:
         return f"{', '.join(missing)} not installed"
-    if os.geteuid() != 0:
-        return "SLURM's daemons need root"
-    mount = subprocess.run(
-        ["unshare", "--mount", "true"], capture_output=True, text=True, check=False
-    )
-    return mount.stderr.strip() or "unshare --mount fails" if mount.returncode else None
+    return "SLURM's daemons need root" if os.geteuid() != 0 else None
 
 
 def _path_of(program: str) -> str | None:
@@ -225,27 +220,13 @@ class Slurm:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    def run(self, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        """Run a user's command in a directory; return its exit and all that it wrote."""
-        return subprocess.run(
-            command,
-            env=self.environment,
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-
     def submit(self, *words: str, cwd: Path) -> Job:
         """Submit a job with the arguments of ``sbatch`` in a directory."""
         return Job(self, self.call("sbatch", "--parsable", "--open-mode=append", *words, cwd=cwd))
 
 
 class Job:
-    """A submitted job; an array counts as one job with several tasks."""
+    """A submitted job."""
 
     def __init__(self, slurm: Slurm, number: str) -> None:
         self._number = number
@@ -253,38 +234,27 @@ class Job:
 
     @property
     def output(self) -> str:
-        """The text that all starts of the job and all its tasks have written."""
-        logs = [Path(path) for path in self._facts("StdOut")]
-        return "".join(log.read_text() for log in logs if log.exists())
+        """The text that all starts of the job have written."""
+        log = Path(self._fact("StdOut"))
+        return log.read_text() if log.exists() else ""
 
-    def _facts(self, name: str) -> list[str]:
-        """Return a fact that the controller states about each task, such as
-        ``JobState``.
-        """
+    def _fact(self, name: str) -> str:
+        """Return a fact that the controller states about the job, such as ``JobState``."""
         shown = self._slurm.call("scontrol", "show", "job", self._number)
-        return re.findall(rf"\b{name}=(\S+)", shown)
+        (fact,) = re.findall(rf"\b{name}=(\S+)", shown)
+        return str(fact)
 
-    def wait(self) -> list[End]:
-        """Wait until the job exits for good; return the end of each task."""
-        self._wait_until(lambda: _FINAL.issuperset(self._facts("JobState")), "is still running")
-        states = self._facts("JobState")
-        requeues = self._facts("Restarts")
-        return [End(state, int(times)) for state, times in zip(states, requeues, strict=True)]
+    def wait(self) -> End:
+        """Wait until the job exits for good; return how it ended."""
+        self._wait_until(lambda: self._fact("JobState") in _FINAL, "is still running")
+        return End(self._fact("JobState"), int(self._fact("Restarts")))
 
     def wait_for_output(self, text: str) -> None:
         """Wait until the job has written ``text``."""
         self._wait_until(lambda: text in self.output, f"has not written {text!r}")
 
     def _wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
-        """Kill the job and fail with its output if a condition is not met in five
-        minutes.
-        """
-        try:
-            wait_until(
-                condition,
-                lambda: f"job {self._number} {otherwise}:\n{self.output}",
-                _SECONDS_TO_EXIT,
-            )
-        except AssertionError:
-            self._slurm.call("scancel", "--full", "--signal=KILL", self._number)
-            raise
+        """Fail with the job's output if a condition is not met in five minutes."""
+        wait_until(
+            condition, lambda: f"job {self._number} {otherwise}:\n{self.output}", _SECONDS_TO_EXIT
+        )

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 from unittest import mock
 
 from tests.harness.network import Host
@@ -34,16 +34,9 @@ CONTEXT = multiprocessing.get_context("forkserver")
 _ROOT = Path(__file__).resolve().parents[2]
 _pipe_to_test: Connection | None = None  # in a rank
 _sending = threading.Lock()
-
-
-class Message(NamedTuple):
-    """A rank's message to its test: a point that it has reached, with a value, or the
-    result or the error of its function.
-    """
-
-    kind: Literal["point", "result", "error"]
-    value: Any
-    point: str = ""
+# The points that a rank announces at its end, with the result or the error of its function.
+RESULT = "result of the function"
+ERROR = "error of the function"
 
 
 @dataclass(frozen=True)
@@ -110,7 +103,12 @@ def announce(point: str, value: object = None) -> None:
     """On a rank: report to the test that it has reached ``point``; the test calls
     ``RankProcesses.wait_for``.
     """
-    _send(Message("point", value, point))
+    assert _pipe_to_test is not None, "announce() and hold() work in a rank process only"
+    # Not Connection.send(): its pickler passes tensors as file descriptors, which end
+    # with this process.
+    message = pickle.dumps((point, value))
+    with _sending:
+        _pipe_to_test.send_bytes(message)
 
 
 def hold(point: str, value: object = None) -> None:
@@ -160,15 +158,6 @@ def run_rank(
     _exit_as_script(_call(rank, world_size, call))
 
 
-def _send(message: Message) -> None:
-    assert _pipe_to_test is not None, "announce() and hold() work in a rank process only"
-    # Not Connection.send(): its pickler passes tensors as file descriptors, which end
-    # with this process.
-    content = pickle.dumps(message)
-    with _sending:
-        _pipe_to_test.send_bytes(content)
-
-
 def _write_to(path: Path, time_limit: float) -> None:
     output = os.open(path, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
@@ -186,14 +175,14 @@ def _call(rank: int, world_size: int, call: bytes) -> int:
     """
     try:
         function, args, kwargs = pickle.loads(call)
-        _send(Message("result", function(rank, world_size, *args, **kwargs)))
+        announce(RESULT, function(rank, world_size, *args, **kwargs))
     except SystemExit as error:
         status = _status_of(error)
         if status != 0:
-            _send(Message("error", RankError.of(error)))
+            announce(ERROR, RankError.of(error))
         return status
     except BaseException as error:
-        _send(Message("error", RankError.of(error)))
+        announce(ERROR, RankError.of(error))
         sys.last_value = error  # as Python does
         sys.excepthook(type(error), error, error.__traceback__)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1

@@ -27,7 +27,8 @@ from tests.harness.environment import Environment, by_hand_env, environment_of, 
 from tests.harness.network import Host
 from tests.harness.rank_process import (
     CONTEXT,
-    Message,
+    ERROR,
+    RESULT,
     RankError,
     announce,
     hold,
@@ -191,26 +192,20 @@ class RankProcesses:
     def __enter__(self) -> RankProcesses:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         start_server()
-        try:
-            for number in range(self._world_size):
-                self._ranks.append(self._start(number))
-        except BaseException:
-            self.__exit__()
-            raise
+        for number in range(self._world_size):
+            rank = _Rank(
+                number,
+                self._world_size,
+                self._call,
+                host=self._hosts[number],
+                environment=environment_of(number, self._env),
+                cwd=os.getcwd(),
+                output=Path(self._directory.name, f"{number}.output"),
+                time_limit=self._time_limit,
+            )
+            self._ranks.append(rank)
         self._deadline = time.monotonic() + self._time_limit
         return self
-
-    def _start(self, number: int) -> _Rank:
-        return _Rank(
-            number,
-            self._world_size,
-            self._call,
-            host=self._hosts[number],
-            environment=environment_of(number, self._env),
-            cwd=os.getcwd(),
-            output=Path(self._directory.name, f"{number}.output"),
-            time_limit=self._time_limit,
-        )
 
     def __exit__(self, *_: object) -> None:
         self._kill_all()
@@ -259,7 +254,8 @@ class RankProcesses:
         order.
         """
         awaited = [self._ranks[rank] for rank in ranks] or self._ranks
-        self._receive_while(lambda: any(rank.runs for rank in awaited), self._deadline)
+        seconds = self._deadline - time.monotonic()
+        self._receive_while(lambda: any(rank.runs for rank in awaited), seconds)
         if any(rank.runs for rank in awaited):
             raise AssertionError(
                 f"ranks still ran after {self._time_limit} s\n\n{self._end_with_stacks()}"
@@ -271,13 +267,13 @@ class RankProcesses:
 
     def _wait_until(self, condition: Callable[[], bool], action: str, number: int) -> None:
         rank = self._ranks[number]
-        deadline = time.monotonic() + _SECONDS_TO_POINT
-        self._receive_while(lambda: rank.runs and not condition(), deadline)
+        self._receive_while(lambda: rank.runs and not condition(), _SECONDS_TO_POINT)
         limit = f"in {_SECONDS_TO_POINT} s" if rank.runs else "before its exit"
         assert condition(), f"rank {number} did not {action} {limit}:\n{rank.outcome.story()}"
 
-    def _receive_while(self, condition: Callable[[], object], deadline: float) -> None:
-        """Receive from the ranks as long as the condition holds, up to a deadline."""
+    def _receive_while(self, condition: Callable[[], object], seconds: float) -> None:
+        """Receive from the ranks as long as the condition holds, up to a limit."""
+        deadline = time.monotonic() + seconds
         while condition() and time.monotonic() < deadline:
             self._receive(max(0.0, deadline - time.monotonic()))
 
@@ -297,14 +293,14 @@ class RankProcesses:
         """End the ranks that still run, and return the stories of all."""
         for rank in self._running():
             rank.end_with_stacks()
-        self._receive_while(self._running, _exit_deadline())
+        self._receive_while(self._running, _SECONDS_TO_EXIT)
         self._kill_all()
         return stories([rank.outcome for rank in self._ranks])
 
     def _kill_all(self) -> None:
         for rank in self._running():
             rank.signal_group(signal.SIGKILL)
-        self._receive_while(self._running, _exit_deadline())
+        self._receive_while(self._running, _SECONDS_TO_EXIT)
         assert not self._running(), "SIGKILL did not end a rank"
 
 
@@ -349,7 +345,8 @@ class _Rank:
         """
         with contextlib.suppress(EOFError, ConnectionResetError):
             while self.pipe.poll():
-                self._handle(pickle.loads(self.pipe.recv_bytes()))
+                point, value = pickle.loads(self.pipe.recv_bytes())
+                self.points[point].append(value)
         with contextlib.suppress(BlockingIOError):
             while written := os.read(self.output, _PIPE_SIZE):
                 self._written += written
@@ -357,14 +354,8 @@ class _Rank:
         if has_exited:
             self.process.join()
             self.outcome.exit_code = self.process.exitcode
-
-    def _handle(self, message: Message) -> None:
-        if message.kind == "point":
-            self.points[message.point].append(message.value)
-        elif message.kind == "result":
-            self.outcome.result = message.value
-        else:
-            self.outcome.error = message.value
+            self.outcome.result = next(iter(self.points[RESULT]), None)
+            self.outcome.error = next(iter(self.points[ERROR]), None)
 
     def end_with_stacks(self) -> None:
         """Have the rank and the processes that it started write their stacks and exit."""
@@ -383,10 +374,6 @@ class _Rank:
         os.close(self.output)
         self.pipe.close()
         self.process.close()
-
-
-def _exit_deadline() -> float:
-    return time.monotonic() + _SECONDS_TO_EXIT
 
 
 def _in_words(exit_code: int | None) -> str:

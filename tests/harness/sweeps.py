@@ -7,7 +7,7 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -45,51 +45,34 @@ def play_cases(
     """Run cases one after another by ``play(case, rank, ranks, place)``; cases of one
     world size share their ranks.
 
-    Return the results of each rank, by case. If a case ends its processes, it gets the
-    story of their ends instead, and the cases after it still run.
+    Return the results of each rank, by case. A case that ends its processes gets the
+    story of their ends instead, and the cases after it are not played.
     """
     results: dict[C, list[Any] | str] = {}
     for ranks in sorted({*map(ranks_of, cases)}):
-        left = [case for case in cases if ranks_of(case) == ranks]
-        while left:
-            played = _play_on_same_ranks(play, left, ranks, directory / f"{ranks}-{len(left)}")
-            finished = len(played.results)
-            results.update(zip(left, played.results, strict=False))
-            if finished < len(left):
-                results[left[finished]] = f"ends its processes:\n{played.story}"
-            left = left[finished + 1 :]
+        played = [case for case in cases if ranks_of(case) == ranks]
+        shared = directory / str(ranks)
+        shared.mkdir(parents=True)
+        story = f"ends its processes:\n{_story_of(play, played, ranks, shared)}"
+        for number, case in enumerate(played):
+            files = [shared / str(number) / f"{rank}.played" for rank in range(ranks)]
+            if all(path.exists() for path in files):
+                results[case] = [pickle.loads(path.read_bytes()) for path in files]
+            else:
+                results[case] = story
+                story = f"was not played after {case}"
     return results
 
 
-class _Played(NamedTuple):
-    """The results of each rank for the cases that all ranks finished, and how the ranks
-    ended.
-    """
-
-    results: list[list[Any]]
-    story: str
-
-
-def _play_on_same_ranks(
+def _story_of(
     play: Callable[[C, int, int, Path], Any], cases: Sequence[C], ranks: int, directory: Path
-) -> _Played:
-    directory.mkdir(parents=True)
-    env = by_hand_env(ranks)
-    time_limit = 60.0 + 60.0 * len(cases)
+) -> str:
+    """Play the cases, and return how the ranks ended."""
+    options = {"env": by_hand_env(ranks), "time_limit": 60.0 + 60.0 * len(cases)}
     try:
-        outcomes = launch_ranks(
-            _play_on_rank, ranks, play, cases, directory, env=env, time_limit=time_limit
-        )
-        story = stories(outcomes)
+        return stories(launch_ranks(_play_on_rank, ranks, play, cases, directory, **options))
     except AssertionError as error:  # at the time limit
-        story = str(error)
-    results = []
-    for number in range(len(cases)):
-        files = [directory / str(number) / f"{rank}.played" for rank in range(ranks)]
-        if not all(path.exists() for path in files):
-            break
-        results.append([pickle.loads(path.read_bytes()) for path in files])
-    return _Played(results, story)
+        return str(error)
 
 
 def _play_on_rank(

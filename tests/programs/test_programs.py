@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -52,44 +52,33 @@ if __name__ == "__main__":
 """
 
 
-class Program(NamedTuple):
-    """A script, by its path or its text, and its arguments, with {} in the place of the
-    strategy's name.
-    """
-
-    script: Path | str
-    arguments: list[str]
-
-
+# A script, by its path or its text, and its arguments, with {} in the place of the
+# strategy's name.
 PROGRAMS = {
-    "chemprop": Program(TRAIN, ["chemprop", "{}"]),
-    "scvi-tools": Program(TRAIN, ["scvi", "{}"]),
-    "darts": Program(TRAIN, ["darts", "{}"]),
-    "pytorch-forecasting": Program(TRAIN, ["pytorch_forecasting", "{}"]),
-    "neuralforecast": Program(TRAIN, ["neuralforecast", "{}"]),
-    "gluonts": Program(TRAIN, ["gluonts", "{}"]),
-    "LightningCLI": Program(TRAIN, ["lightning_cli", "{}"]),
-    "Hydra": Program(HYDRA_APP, ["strategy={}"]),
-    "Hydra's multirun": Program(HYDRA_APP, ["--multirun", "strategy={}", "lr=0.1,0.01"]),
-    "Optuna": Program(TRAIN, ["optuna", "{}"]),
+    "chemprop": (TRAIN, ["chemprop", "{}"]),
+    "scvi-tools": (TRAIN, ["scvi", "{}"]),
+    "darts": (TRAIN, ["darts", "{}"]),
+    "LightningCLI": (TRAIN, ["lightning_cli", "{}"]),
+    "Hydra": (HYDRA_APP, ["strategy={}"]),
+    "Hydra's multirun": (HYDRA_APP, ["--multirun", "strategy={}", "lr=0.1,0.01"]),
+    "Optuna": (TRAIN, ["optuna", "{}"]),
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_program_has_the_numbers_of_ddp(program: Program) -> None:
+@pytest.mark.parametrize(("script", "arguments"), PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program_has_the_numbers_of_ddp(script: Path | str, arguments: list[str]) -> None:
     """Each training of the program ends with stock's parameters, steps and metrics."""
-    stock = numbers(program, "ddp")
-    ours = numbers(program, "ddp_ext")
+    stock = numbers(script, arguments, "ddp")
+    ours = numbers(script, arguments, "ddp_ext")
     assert stock, "the program did not train"
     assert ours == stock
 
 
-def numbers(program: Program, strategy: str) -> list[dict[str, Any]]:
+def numbers(script: Path | str, arguments: list[str], strategy: str) -> list[dict[str, Any]]:
     """Return the numbers of each training of the program; fail unless it succeeds and
     all trainings use two ranks.
     """
-    arguments = [argument.format(strategy) for argument in program.arguments]
-    outcome = run_script(program.script, *arguments)
+    outcome = run_script(script, *(argument.format(strategy) for argument in arguments))
     assert outcome.exit_code == 0, outcome.story()
     lines = re.findall(r"^numbers (.*)$", outcome.output, re.MULTILINE)
     trainings = [json.loads(line) for line in lines]

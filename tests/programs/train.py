@@ -101,30 +101,6 @@ def darts(strategy: str) -> None:
     model.fit(series[:201], val_series=series[201:])
 
 
-def gluonts(strategy: str) -> None:
-    """Train GluonTS' DeepAR, on sines."""
-    import pandas as pd
-    from gluonts.dataset.pandas import PandasDataset
-    from gluonts.torch import DeepAREstimator
-
-    pl.seed_everything(1)
-    index = pd.period_range("2026-01-01", periods=120, freq="D")
-    series = {
-        str(n): pd.DataFrame({"target": np.sin(np.arange(120) / (n + 2))}, index=index)
-        for n in range(8)
-    }
-    trainer = {"strategy": strategy, "callbacks": [LightningNumbers()], **ON_TWO_RANKS}
-    estimator = DeepAREstimator(
-        freq="D",
-        prediction_length=6,
-        hidden_size=8,
-        num_batches_per_epoch=6,
-        batch_size=8,
-        trainer_kwargs={"max_epochs": 2, **trainer},
-    )
-    estimator.train(PandasDataset(series))
-
-
 def lightning_cli(strategy: str) -> None:
     """Run LightningCLI, with a model of Lightning's."""
     from lightning.pytorch.cli import LightningCLI
@@ -141,34 +117,6 @@ def lightning_cli(strategy: str) -> None:
         "--seed_everything=1",
     ]
     LightningCLI(DemoModel, BoringDataModule, args=words)
-
-
-def neuralforecast(strategy: str) -> None:
-    """Train Neuralforecast's NHITS, on sines."""
-    import pandas as pd
-    from neuralforecast import NeuralForecast
-    from neuralforecast.models import NHITS
-
-    steps = np.arange(120)
-    days = pd.date_range("2026-01-01", periods=len(steps))
-    frames = [
-        pd.DataFrame({"unique_id": f"s{n}", "ds": days, "y": np.sin(steps / (n + 2))})
-        for n in range(8)
-    ]
-    model = NHITS(
-        h=6,
-        input_size=24,
-        max_steps=10,
-        val_check_steps=5,
-        batch_size=2,
-        mlp_units=[[16, 16]] * 3,
-        random_seed=1,
-        strategy=strategy,
-        logger=False,
-        callbacks=[PytorchLightningNumbers()],
-        **ON_TWO_RANKS,
-    )
-    NeuralForecast(models=[model], freq="D").fit(pd.concat(frames), val_size=6)
 
 
 class Tuned(BoringModel):
@@ -211,43 +159,6 @@ def optuna(strategy: str) -> None:
     study.enqueue_trial({"lr": 1e-4})
     study.optimize(objective, n_trials=2)
     sys.stdout.write(f"trials {[trial.state.name for trial in study.trials]}\n")
-
-
-def pytorch_forecasting(strategy: str) -> None:
-    """Train PyTorch Forecasting's temporal fusion transformer, on series that it makes up."""
-    from pytorch_forecasting import TemporalFusionTransformer, TimeSeriesDataSet
-    from pytorch_forecasting.data.examples import generate_ar_data
-
-    pl.seed_everything(1)
-    data = generate_ar_data(seasonality=10.0, timesteps=60, n_series=16, seed=1)
-    data["series"] = data["series"].astype(str)
-    training = TimeSeriesDataSet(
-        data[lambda x: x.time_idx < 50],
-        time_idx="time_idx",
-        target="value",
-        group_ids=["series"],
-        max_encoder_length=20,
-        max_prediction_length=10,
-        time_varying_unknown_reals=["value"],
-    )
-    validation = TimeSeriesDataSet.from_dataset(
-        training, data, predict=True, stop_randomization=True
-    )
-    model = TemporalFusionTransformer.from_dataset(training, hidden_size=8, attention_head_size=1)
-    trainer = pl.Trainer(
-        strategy=f"{strategy}_find_unused_parameters_true",
-        max_epochs=2,
-        limit_train_batches=6,
-        gradient_clip_val=0.1,
-        logger=False,
-        callbacks=[LightningNumbers()],
-        **ON_TWO_RANKS,
-    )
-    trainer.fit(
-        model,
-        training.to_dataloader(train=True, batch_size=16, num_workers=0),
-        validation.to_dataloader(train=False, batch_size=4, num_workers=0),
-    )
 
 
 def scvi(strategy: str) -> None:
