@@ -25,17 +25,13 @@ class Scaled(nn.BatchNorm2d):
         return 2 * super().forward(input)
 
 
-class Block(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 3, 1)
-        self.norm = layer
-
-
 def network() -> nn.Module:
     """Return layers stem.1, body.0.norm, body.1.norm and head."""
     stem = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
-    body = [Block(nn.BatchNorm2d(3)), Block(nn.BatchNorm3d(3))]
+    body = [
+        nn.ModuleDict({"conv": nn.Conv2d(3, 3, 1), "norm": norm})
+        for norm in (nn.BatchNorm2d(3), nn.BatchNorm3d(3))
+    ]
     return nn.ModuleDict({"stem": stem, "body": nn.Sequential(*body), "head": nn.BatchNorm1d(3)})
 
 

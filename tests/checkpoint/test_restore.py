@@ -40,7 +40,7 @@ def see_different_files(kind: Kind, directory: Path, files: Path) -> dict[str, s
         "another path": how_restored(kinds(), [path, files / "linked.ckpt"]),
         "old format": how_restored(float_, [old]),
         "no file": how_restored(kinds(), [path, missing]),
-        "another file": how_restored(kinds(), [path, files / "other.ckpt"]),
+        "another file": how_restored(kinds(), [path, files / "at.ckpt"]),
         "no file of the old format": how_restored(float_, [old, missing]),
         "to meta": how_restored(float_.to("meta"), [files / "float.ckpt", missing], **to_meta),
     }
@@ -54,7 +54,8 @@ def test_every_rank_gets_the_checkpoint(tmp_path: Path) -> None:
     torch.save(kinds(), tmp_path / "it.ckpt")
     os.link(tmp_path / "it.ckpt", tmp_path / "linked.ckpt")
     of_same_size = kinds() | {"float": kinds()["float"] + 1}
-    torch.save(of_same_size, tmp_path / "other.ckpt")
+    torch.save(of_same_size, tmp_path / "at.ckpt")  # torch writes the name into the file
+    assert (tmp_path / "at.ckpt").stat().st_size == (tmp_path / "it.ckpt").stat().st_size
     torch.save(kinds()["float"], tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
     torch.save(kinds()["float"], tmp_path / "float.ckpt")
     for seen in on_ranks("stock", see_different_files, tmp_path, tmp_path, world_size=3):

@@ -18,10 +18,6 @@ from tests.harness.training import Batch, Kind, Net, fit, on_ranks, stock_group
 
 By = Literal["callback", "flag"]  # what converts: our callback, or the Trainer's flag
 
-WAYS = pytest.mark.parametrize(
-    ("kind", "by"), [pytest.param("ours", "flag", marks=pytest.mark.lowest), ("stock", "callback")]
-)
-
 
 class Scaled(nn.BatchNorm1d):
     """A subclass, which is not converted."""
@@ -96,7 +92,9 @@ def fit_and_see(
     return {**model.seen, **after}
 
 
-@WAYS
+@pytest.mark.parametrize(
+    ("kind", "by"), [pytest.param("ours", "flag", marks=pytest.mark.lowest), ("stock", "callback")]
+)
 def test_layers_are_converted_during_training_only(kind: Kind, by: By, tmp_path: Path) -> None:
     """The callback restores layers before ``on_train_end``, the flag before
     ``on_fit_end``.

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_ddp_ext import RankZeroCheckpointIO
+from tests.checkpoint.content import MAPPED
 from tests.harness import training
 from tests.integration import checkpointing, continuing
 from tests.integration.checkpointing import Net
@@ -61,21 +62,31 @@ class SwapsWeights(Net):
 
 
 def evaluated(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> dict[str, Any]:
-    """Return what the hook saw and kept, and the weights that were loaded."""
+    """Return what the hook saw and kept, the weights that were loaded, and whether the file
+    is still mapped.
+    """
     model = SwapsWeights()
     path = checkpointing.reachable(path, directory, is_mapped=is_mapped)
     trainer = checkpointing.trainer_for(kind, directory, RankZeroCheckpointIO())
     trainer.test(model, ckpt_path=path, verbose=False)
-    return {"seen": model.seen, "kept": model.kept, "weights": training.weights(model)}
+    return {
+        "seen": model.seen,
+        "kept": model.kept,
+        "weights": training.weights(model),
+        "is mapped": path.name in Path("/proc/self/maps").read_text(),
+    }
 
 
 @checkpointing.MAPPED_AND_SENT
 def test_a_hook_chooses_what_is_loaded(
     kind: training.Kind, is_mapped: bool, tmp_path: Path
 ) -> None:
-    """`on_load_checkpoint` reads, changes and keeps the file's content."""
-    before = checkpointing.train_and_save(tmp_path / "it.ckpt")["weights"]
-    for rank in training.on_ranks(kind, evaluated, tmp_path, tmp_path / "it.ckpt", is_mapped):
+    """`on_load_checkpoint` reads, changes and keeps the file's content, in memory."""
+    path = tmp_path / "it.ckpt"
+    before = checkpointing.train_and_save(path)["weights"]
+    torch.save({**torch.load(path), "large": torch.zeros(MAPPED)}, path)
+    for rank in training.on_ranks(kind, evaluated, tmp_path, path, is_mapped):
+        assert not rank["is mapped"]
         training.assert_same(rank["seen"], before["layers.3.weight"])
         training.assert_same(rank["kept"], before["layers.0.bias"])
         training.assert_same(rank["weights"]["layers.3.weight"], rank["seen"].flip(1))

@@ -252,7 +252,7 @@ def play(case: Case, rank: int, ranks: int, place: Path) -> str:
         wholes[case.callback] = train(case, place.parent / f"whole {case.callback}")
     whole = wholes[case.callback]
     stopped = train(case, place, is_signalled=rank == case.rank).run
-    if stopped.status is None and case not in sent:
+    if stopped.status is None and case not in sent and case not in DAILY:
         # The hook was not called that often.
         return continuing.difference(training_of(case, place), whole.run, 0, stopped)
     done = len(stopped.steps)
