@@ -18,6 +18,7 @@ from lightning_ddp_ext import (
 from tests.harness import training
 from tests.harness.training import Net
 from tests.integration import checkpointing
+from tests.integration.background_saves import FailsWhenAwaited
 
 LARGE = 16 << 20  # bytes, which a background save still writes when the test starts to read
 
@@ -63,23 +64,13 @@ def test_in_the_background_there_is_always_a_checkpoint(
     assert all(torch.load(kept / name)["global_step"] == 12 for name in names_at_end)
 
 
-class FailsAtSecond(RankZeroCheckpointIO):
-    """Cannot save the checkpoint of the second step."""
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        is_second = checkpoint["global_step"] == 2
-        super().save_checkpoint(checkpoint, "/dev/null/it" if is_second else path, storage_options)
-
-
 def files_after_a_failure(kind: training.Kind, directory: Path) -> list[str]:
     """Return the error of the run, and the names of the callback's files that it leaves."""
     kept = directory.parent / "kept"
     saver = checkpointing.checkpoint_callback(
         kind, dirpath=kept, filename="{step}", every_n_train_steps=1
     )
-    io = AsyncCheckpointIO(FailsAtSecond())
+    io = FailsWhenAwaited(lambda path: path.endswith("step=2.ckpt"))
     trainer = checkpointing.trainer_for(kind, directory, io, [saver], max_epochs=1)
     with pytest.raises(CheckpointSaveError) as caught:
         trainer.fit(Net())
@@ -92,7 +83,7 @@ def test_a_failed_background_save_leaves_the_checkpoint_before_it(
 ) -> None:
     """Every rank raises its error in the next save, and nothing is removed."""
     for error, *names in training.on_ranks(kind, files_after_a_failure, tmp_path):
-        assert error == "cannot save checkpoint /dev/null/it: File exists"
+        assert error == "cannot save checkpoint /dev/null/it.ckpt: File exists"
         assert names == ["step=1.ckpt"]
 
 
