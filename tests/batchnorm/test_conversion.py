@@ -9,48 +9,29 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm, restore_batchnorm
-from lightning_ddp_ext.batchnorm.conversion import LayerChoice, convert
 from lightning_ddp_ext.errors import ConfigurationError
 
 
 class Scaled(nn.BatchNorm2d):
-    gain = 2.0
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.gain * super().forward(input)
-
-
-class Squared:
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.square())
-
-
-class Mixed(Squared, nn.BatchNorm2d):
-    pass
-
-
-class Derived(nn.BatchNorm2d):
-    """Has torch's forward, and another layer inside."""
+    """Has another layer inside."""
 
     def __init__(self, num_features: int) -> None:
-        super().__init__(num_features, eps=1e-3)
+        super().__init__(num_features)
         self.second = nn.BatchNorm2d(num_features)
 
-
-class Block(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 3, 1)
-        self.norm = layer
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
 
 
 def network() -> nn.Module:
     """Return layers stem.1, body.0.norm, body.1.norm and head."""
     stem = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
-    body = [Block(nn.BatchNorm2d(3)), Block(nn.BatchNorm3d(3))]
+    body = [
+        nn.ModuleDict({"conv": nn.Conv2d(3, 3, 1), "norm": norm})
+        for norm in (nn.BatchNorm2d(3), nn.BatchNorm3d(3))
+    ]
     return nn.ModuleDict({"stem": stem, "body": nn.Sequential(*body), "head": nn.BatchNorm1d(3)})
 
 
@@ -89,14 +70,6 @@ def test_chosen_layers_are_converted(arguments: dict[str, Any], names: list[str]
     assert synchronised(convert_sync_batchnorm(network(), **arguments)) == names
 
 
-def test_a_choice_is_the_same_in_a_second_fit() -> None:
-    """Selectors may come from a generator, which can be read once."""
-    choice = LayerChoice((name for name in ("body", "head")), (name for name in ("body.1",)))
-    for model in (network(), network()):
-        convert(model, choice, warn=pytest.fail)
-        assert synchronised(model) == ["body.0.norm", "head"]
-
-
 @pytest.mark.parametrize(
     ("selection", "message"),
     [
@@ -121,13 +94,6 @@ def test_a_selection_of_nothing_is_an_error(selection: dict[str, Any], message: 
     assert synchronised(model) == []
 
 
-def test_the_error_of_a_selection_lists_the_first_five_layers() -> None:
-    """A large model does not flood the screen."""
-    model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(6)))
-    with pytest.raises(ConfigurationError, match=r"choose among 0, 1, 2, 3, 4, …, or modules"):
-        convert_sync_batchnorm(model, include="a")
-
-
 def test_layers_that_were_not_meant_are_not_touched() -> None:
     """Other norms and layers that synchronise already do not change.
 
@@ -148,22 +114,17 @@ def test_layers_that_were_not_meant_are_not_touched() -> None:
 
 def every_kind() -> nn.ModuleDict:
     """Return layers that differ from each other in one property each; one is shared."""
+    shared = nn.BatchNorm1d(3).eval()
     half_frozen = nn.BatchNorm2d(3, momentum=None)
     half_frozen.weight.requires_grad_(False)
     with_attributes = nn.BatchNorm2d(3)
-    with_attributes.note = "mine"
     with_attributes.extra = nn.Parameter(torch.ones(2))
-    hooked = nn.BatchNorm2d(3)
-    hooked.register_full_backward_hook(lambda _, gradients, __: None)
-    meta = nn.BatchNorm2d(3, track_running_stats=False, device="meta")
-    shared = nn.BatchNorm1d(3).eval()
     return nn.ModuleDict(
         {
             "shared": shared,
-            "meta": meta,
+            "meta": nn.BatchNorm2d(3, track_running_stats=False, device="meta"),
             "half frozen": half_frozen,
             "with attributes": with_attributes,
-            "hooked": hooked,
             "volumes": nn.BatchNorm3d(3, eps=1e-3),
             "shared again": shared,
         }
@@ -180,8 +141,6 @@ def test_restoring_leaves_nothing_behind() -> None:
     before = facts(model)
     convert_sync_batchnorm(convert_sync_batchnorm(model))
     assert {*model.keys()} == {*synchronised(model), "shared again"}
-    identities = [(name, identity) for name, identity, *_ in facts(model)]
-    assert identities == [(name, identity) for name, identity, *_ in before]
     assert facts(restore_batchnorm(model)) == before
 
 
@@ -203,12 +162,6 @@ def replaced() -> nn.Module:
     return layer
 
 
-def parametrised() -> nn.Module:
-    layer = nn.BatchNorm2d(3)
-    parametrize.register_parametrization(layer, "weight", nn.Identity())
-    return layer
-
-
 def warnings_of(model: nn.Module, **choice: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -220,16 +173,13 @@ def warnings_of(model: nn.Module, **choice: Any) -> list[str]:
 
 
 def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
-    """The warning has names, classes and remedies.
+    """The warning has names, classes and remedies; excluded layers are not in it.
 
     These layers are unchanged, but layers in them are converted.
     """
     model = nn.Sequential(
         Scaled(3),
-        Mixed(3),
-        Derived(3),
         replaced(),
-        parametrised(),
         nn.LazyBatchNorm2d(),
         nn.SyncBatchNorm(3),
         nn.BatchNorm2d(3),
@@ -238,22 +188,11 @@ def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
     (message,) = warnings_of(model)
     assert message == (
         "BatchNorm layers with their own class or forward method are not converted: 0 (Scaled),"
-        " 1 (Mixed), 2 (Derived), 3 (BatchNorm2d), 4 (ParametrizedBatchNorm2d),"
-        " 5 (LazyBatchNorm2d), 6 (SyncBatchNorm). To use the statistics of all ranks, a class can"
+        " 1 (BatchNorm2d), 2 (LazyBatchNorm2d), 3 (SyncBatchNorm). To use the statistics of all ranks, a class can"
         " inherit from"
         " lightning_ddp_ext.SyncBatchNorm, and a lazy layer can run a first batch before the"
         " conversion; to leave a layer out without this warning, use exclude="
     )
-    assert synchronised(model) == ["2.second", "7"]
+    assert synchronised(model) == ["0.second", "4"]
     assert facts(restore_batchnorm(model)) == before
-
-
-def test_a_layer_without_a_name_is_named_the_module() -> None:
-    """A model may consist of one layer, which has an empty name."""
-    (message,) = warnings_of(Scaled(3), include="*")
-    assert "are not converted: the module (Scaled). " in message
-
-
-def test_layers_that_are_excluded_cause_no_warning() -> None:
-    """``exclude`` is the remedy that the warning names."""
-    assert warnings_of(nn.Sequential(Scaled(3)), exclude="0") == []
+    assert warnings_of(model, exclude=["0", "1", "2", "3"]) == []

@@ -1,7 +1,6 @@
 """The synchronised BatchNorm layer alone and in groups of ranks, and its errors."""
 
 import copy
-import inspect
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm
 from lightning_ddp_ext.errors import BatchNormError, ConfigurationError
@@ -42,20 +40,17 @@ def test_ranks_do_not_wait_in_evaluation_and_outside_of_the_group(tmp_path: Path
     run_ranks(in_group, 2, tmp_path, normalises_alone)
 
 
-def refuses_inputs(rank: int, batch: Tensor) -> None:
+def refuses_inputs(rank: int, _: Tensor) -> None:
     with pytest.raises(ValueError, match=r"expected 2D to 5D input \(got 1D input\)"):
         SyncBatchNorm(3)(torch.ones(3))
     for channels in (1, 5):
         message = rf"expects inputs with 3 channels \(got shape \(2, {channels}\)"
         with pytest.raises(BatchNormError, match=message):
             SyncBatchNorm(3, affine=False)(torch.ones(2, channels))
-    message = r"a BatchNorm layer supports inputs on cpu and cuda \(got one on meta\)"
-    with pytest.raises(BatchNormError, match=message):
-        SyncBatchNorm(3)(batch.to("meta"))
 
 
 def test_inputs_that_the_kernels_cannot_take_are_refused(tmp_path: Path) -> None:
-    """Every rank raises an error with the dimensions, the shape or the device."""
+    """Every rank raises an error with the dimensions or the shape."""
     run_ranks(in_group, 2, tmp_path, refuses_inputs)
 
 
@@ -76,37 +71,6 @@ def test_one_value_on_all_ranks_together_is_refused(tmp_path: Path) -> None:
     run_ranks(in_group, 2, tmp_path, refuses_one_value)
 
 
-def refuses_another_model(rank: int, batch: Tensor) -> None:
-    model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(1 + rank)))
-    place = ["of a layer of another model", "of 1"][rank]
-    message = f"rank 0 is in the forward pass of 0, rank 1 is in the forward pass {place};"
-    with pytest.raises(BatchNormError, match=message):
-        convert_sync_batchnorm(model)[rank](batch)
-
-
-def test_a_layer_that_only_another_ranks_model_has_is_refused(tmp_path: Path) -> None:
-    """Each rank's error names both ranks' layers, as far as its own model has them."""
-    run_ranks(in_group, 2, tmp_path, refuses_another_model)
-
-
-def collectives_in(recorded: profile) -> int:
-    return sum("gloo:" in event.name for event in recorded.events())
-
-
-def makes_one_collective_each_way(_: int, batch: Tensor) -> None:
-    layer = SyncBatchNorm(3)
-    with profile(activities=[ProfilerActivity.CPU]) as forward:
-        output = layer(batch.requires_grad_())
-    with profile(activities=[ProfilerActivity.CPU]) as backward:
-        output.sum().backward()
-    assert (collectives_in(forward), collectives_in(backward)) == (1, 1)
-
-
-def test_a_pass_makes_one_collective(tmp_path: Path) -> None:
-    """The forward pass makes one, and so does the backward pass."""
-    run_ranks(in_group, 2, tmp_path, makes_one_collective_each_way)
-
-
 def refuses_second_derivative(_: int, batch: Tensor) -> None:
     loss = SyncBatchNorm(3)(batch.requires_grad_()).square().sum()
     [gradient] = torch.autograd.grad(loss, batch, create_graph=True)
@@ -119,11 +83,7 @@ def test_the_layer_cannot_be_differentiated_twice(tmp_path: Path) -> None:
     run_ranks(in_group, 2, tmp_path, refuses_second_derivative)
 
 
-OPTIONS: list[dict[str, Any]] = [{}, {"affine": False}, {"track_running_stats": False}]
-OPTIONS += [{"bias": False}] if "bias" in inspect.signature(nn.BatchNorm2d).parameters else []
-
-
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])
 def test_one_process_is_torchs(options: dict[str, Any]) -> None:
     """Without a process group the layer is torch's, to the last bit.
 
@@ -140,7 +100,7 @@ def test_one_process_is_torchs(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("make", [SyncBatchNorm, convert_sync_batchnorm])
-@pytest.mark.parametrize("group", ["node", 2, True, [0, 1], -100])
+@pytest.mark.parametrize("group", ["node", [0, 1], -100])
 def test_what_cannot_be_a_group_is_refused(make: Any, group: Any) -> None:
     """The error has the value and the allowed ones.
 
@@ -156,7 +116,7 @@ def test_what_cannot_be_a_group_is_refused(make: Any, group: Any) -> None:
     assert type(layer) is nn.BatchNorm1d
 
 
-def mean_of_group(rank: int, world_size: int, directory: Path) -> dict[str, float]:
+def means_of_groups(rank: int, world_size: int, directory: Path) -> dict[str, float]:
     """Return the mean over this rank's group, for each form of the argument.
 
     The batch of rank r has the mean 2 ** r.
@@ -164,20 +124,16 @@ def mean_of_group(rank: int, world_size: int, directory: Path) -> dict[str, floa
     with stock_group(rank, world_size, directory):
         outer = dist.new_group([0, 3])
         inner = dist.new_group([1, 2])
-        own_group: Any = outer if rank in (0, 3) else inner
-        forms: dict[str, Any] = {
+        groups: dict[str, Any] = {
             "None": None,
-            "own group": own_group,
+            "own group": outer if rank in (0, 3) else inner,
             "others' group": dist.new_group([0, 1]),
         }
         layers: dict[str, Any] = {
-            form: convert_sync_batchnorm(nn.BatchNorm1d(1, momentum=1.0), process_group=ranks)
-            for form, ranks in forms.items()
+            form: convert_sync_batchnorm(nn.BatchNorm1d(1, momentum=1.0), process_group=group)
+            for form, group in groups.items()
         }
-        layers["copied"] = copy.deepcopy(layers["own group"])
         layers["pickled"] = pickle.loads(pickle.dumps(layers["own group"]))
-        assert layers["copied"].process_group == own_group
-        assert layers["pickled"].process_group is None
         for layer in layers.values():
             layer(torch.tensor([[-1.0], [1.0]]) + 2**rank)
         return {form: layer.running_mean.item() for form, layer in layers.items()}
@@ -188,15 +144,10 @@ def test_statistics_are_those_of_the_ranks_in_the_group(tmp_path: Path) -> None:
 
     A pickled layer uses all ranks.
     """
-    means = run_ranks(mean_of_group, 4, tmp_path)
-    groups_by_form = {
-        "None": [[0, 1, 2, 3]],
-        "pickled": [[0, 1, 2, 3]],
-        "own group": [[0, 3], [1, 2]],
-        "copied": [[0, 3], [1, 2]],
-        "others' group": [[0, 1], [2], [3]],
-    }
-    for form, groups in groups_by_form.items():
-        for ranks in groups:
-            mean = sum(2**rank for rank in ranks) / len(ranks)
-            assert [means[rank][form] for rank in ranks] == pytest.approx([mean] * len(ranks)), form
+    of_all = {"None": 3.75, "pickled": 3.75}
+    assert run_ranks(means_of_groups, 4, tmp_path) == [
+        {**of_all, "own group": 4.5, "others' group": 1.5},
+        {**of_all, "own group": 3.0, "others' group": 1.5},
+        {**of_all, "own group": 3.0, "others' group": 4.0},
+        {**of_all, "own group": 4.5, "others' group": 8.0},
+    ]

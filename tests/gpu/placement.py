@@ -8,13 +8,16 @@ work.
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.harness import ranks, training
@@ -59,6 +62,22 @@ class Placement:
     def variables(self) -> ranks.Environment:
         """The environment of ranks that are started by hand."""
         return {**ranks.by_hand_env(len(self.devices), ranks.free_port()), **self.env}
+
+    @contextmanager
+    def group(self, rank: int, world_size: int, directory: Path) -> Iterator[torch.device]:
+        """Form the default process group; yield this rank's device."""
+        device = torch.device(self.devices[rank])
+        if IS_GPU:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            training.backend(self.backend),
+            init_method=f"file://{directory}/store",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        yield device
+        dist.destroy_process_group()
 
     def trainer(self, directory: Path, kind: training.Kind = "ours", **options: Any) -> L.Trainer:
         """Return a Trainer on these devices, for use on a rank; the option ``strategy``

@@ -1,10 +1,10 @@
-"""Whatever happens to a rank on a GPU, the other rank names it, ends in time without
-SIGABRT, and saves nothing wrong.
+"""Whatever happens to a rank on a GPU, the other rank names it, ends without SIGABRT,
+and saves nothing wrong; what the package does to NCCL for this harms no later training.
 """
 
 import re
 import signal
-import time
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,20 +13,20 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
 from torch import Tensor
 
 from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError
-from tests.gpu.placement import GPU, IS_GPU, NCCL, Placement, Wide, hold_device
+from lightning_ddp_ext.rendezvous.process_context import current, leave
+from lightning_ddp_ext.supervision.flight_recorder import groups_in_collectives
+from tests.gpu.placement import ALONE, GPU, IS_GPU, NCCL, Placement, Wide, hold_device
 from tests.harness import training
 from tests.harness.ranks import stories
 from tests.supervision import model as supervision
 
 STEPS_BEFORE_FAULT = 2
-# Seconds from a fault to the other rank's error; a GPU that two ranks share may be
-# slow.
-BOUND = 60.0
-SECONDS_TO_RAISE = 10.0  # of a rank on such a GPU, until its process is forced to exit
+SECONDS_TO_RAISE = 10.0  # until a rank is forced to exit; two ranks on a GPU may be slow
 
 
 def read_beyond_the_end() -> None:
@@ -68,25 +68,16 @@ FAULTS = {
 
 
 class Faulty(training.Net):
-    """Has a fault on rank 1 in the third step, and writes down the time of it."""
+    """Has a fault on rank 1 in the third step."""
 
-    def __init__(self, fault: str, struck: Path) -> None:
+    def __init__(self, fault: str) -> None:
         super().__init__()
         self.fault = fault
-        self.struck = struck
-
-    def on_fit_start(self) -> None:
-        """Load the GPU's libraries, so that no time limit includes this."""
-        spare = training.Net().to(self.device)
-        batch = [torch.ones(3, columns, device=self.device) for columns in (4, 1)]
-        spare.loss(batch).backward()
-        spare.layers[0].weight.grad.cpu()  # waits for the device
 
     def training_step(self, batch: training.Batch, index: int) -> Any:
         if self.fault == "is late" and index == STEPS_BEFORE_FAULT - 1:
             training.limit_collectives(3.0)
         if self.global_rank == 1 and index == STEPS_BEFORE_FAULT:
-            self.struck.write_text(str(time.monotonic()))
             FAULTS[self.fault].strike()
         return super().training_step(batch, index)
 
@@ -106,7 +97,7 @@ def train_with_fault(
     rendezvous = trainer.strategy._rendezvous
     grace = dict.fromkeys(rendezvous.timeouts.grace, SECONDS_TO_RAISE)
     rendezvous.timeouts = replace(rendezvous.timeouts, grace=grace)
-    trainer.fit(Faulty(fault, directory / "struck"))
+    trainer.fit(Faulty(fault))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -126,8 +117,6 @@ def test_messages_name_the_rank_that_fails(
     assert isinstance(error, expected.error), story
     assert error.rank == 1
     assert re.search(expected.message, survivor.failure.message), story
-    struck_at = float((tmp_path / "struck").read_text())
-    assert survivor.failure.at - struck_at < BOUND, story
     assert (tmp_path / "after-error.ckpt").exists() == (placement.backend == "gloo"), story
 
 
@@ -193,3 +182,66 @@ def test_partial_sums_are_not_saved(placement: Placement, seconds: float, tmp_pa
     )
     assert saved["global_step"] == STEPS_BEFORE_FAULT
     training.assert_same(dict(saved["state_dict"]), finished)
+
+
+# Aborts, and the Flight Recorder.
+
+
+def fit(placement: Placement, directory: Path) -> dict[str, Tensor]:
+    """Train from fixed initial weights, and return the trained ones."""
+    torch.manual_seed(1)
+    model = training.Net()
+    placement.trainer(directory).fit(model)
+    return training.weights(model)
+
+
+def abort_and_train_again(
+    rank: int, world_size: int, placement: Placement, directory: Path
+) -> list[dict[str, Tensor]]:
+    """Train, abort an all-reduce, leave, and train twice; return the weights after
+    each training.
+    """
+    before = fit(placement, directory)
+    context = current()
+    assert context is not None
+    hold_device(3.0 if IS_GPU else 0.0)
+    dist.all_reduce(torch.ones(3, device=GPU))
+    aborting = threading.Thread(target=context.groups.abort)
+    aborting.start()
+    aborting.join(60.0)
+    assert not aborting.is_alive()
+    if IS_GPU:
+        torch.cuda.synchronize()
+    context.close_group()
+    leave()
+    assert not dist.is_initialized()
+    with_new_group = fit(placement, directory)
+    with_same_group = fit(placement, directory)
+    return [before, with_new_group, with_same_group]
+
+
+def test_ranks_connect_again_after_an_abort(tmp_path: Path) -> None:
+    """A thread aborts an all-reduce that waits; later Trainers learn as the first."""
+    [[before, *after]] = ALONE.run(abort_and_train_again, tmp_path)
+    training.assert_same(after, [before, before])
+
+
+def capture_while_read(rank: int, world_size: int, placement: Placement, directory: Path) -> Tensor:
+    """Capture y = 2 x, read the recorder meanwhile, and return y of a replay with x = 4."""
+    fit(placement, directory)
+    x = torch.ones(3, device=GPU)
+    graph: Any = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        y = 2 * x
+        groups_in_collectives()
+    x.fill_(4)
+    graph.replay()
+    return y.cpu()
+
+
+def test_a_cuda_graph_is_captured_while_the_recorder_is_read(tmp_path: Path) -> None:
+    """A capture in "global" mode fails if any thread calls CUDA in a way that it forbids."""
+    if not IS_GPU:
+        pytest.skip("a CPU captures no graphs")
+    [replayed] = ALONE.run(capture_while_read, tmp_path)
+    training.assert_same(replayed, torch.full((3,), 8.0))

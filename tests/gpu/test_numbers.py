@@ -29,13 +29,11 @@ from torchmetrics import MeanMetric
 from lightning_ddp_ext import (
     RankZeroCheckpointIO,
     SyncBatchNorm,
-    SyncBatchNormConversion,
     gather_predictions,
 )
 from lightning_ddp_ext.errors import BatchNormError
 from tests.batchnorm.test_joined_batch import Way, all_deviations
 from tests.gpu.placement import (
-    GLOO,
     GPU,
     IS_GPU,
     SECOND_GPU,
@@ -64,17 +62,6 @@ class Measured(training.Net):
         return loss
 
 
-def options_of(kind: training.Kind, synchronises: bool) -> dict[str, Any]:
-    """Return the Trainer's options for SyncBatchNorm and, with ours, background saves."""
-    if kind == "stock":
-        return {"sync_batchnorm": synchronises}
-    options: dict[str, Any] = {"plugins": [AsyncCheckpointIO(RankZeroCheckpointIO())]}
-    if synchronises:
-        options["callbacks"] = [SyncBatchNormConversion()]
-        options["strategy"] = {"broadcast_buffers": False}
-    return options
-
-
 def run_all_stages(
     rank: int,
     world_size: int,
@@ -87,8 +74,13 @@ def run_all_stages(
     L.seed_everything(1)
     model = Measured()
     saver = ModelCheckpoint(directory / kind / placement.backend, save_last=True)
-    options = {"enable_checkpointing": True, **options_of(kind, synchronises)}
-    options["callbacks"] = [saver, *options.get("callbacks", ())]
+    background = AsyncCheckpointIO(RankZeroCheckpointIO())
+    options: dict[str, Any] = {
+        "callbacks": [saver],
+        "enable_checkpointing": True,
+        "plugins": [background] if kind == "ours" else [],
+        "sync_batchnorm": synchronises,
+    }
     placement.trainer(directory, kind, **options).fit(model)
     assert dist.get_backend() == placement.backend
 
@@ -158,17 +150,10 @@ def deviations_on_placement(
     rank: int, world_size: int, placement: Placement, directory: Path
 ) -> list[str]:
     """Compare the layer with one process that has all ranks' batches, case by case."""
-    device = placement.devices[rank]
-    if IS_GPU:
-        torch.cuda.set_device(device)
-    way = Way(
-        kind=SyncBatchNorm if world_size > 1 else AlwaysJoint,
-        world_size=world_size,
-        device=device,
-        backend=training.backend(placement.backend),
-        slack=16.0 if IS_GPU else 1.0,
-    )
-    return all_deviations(rank, world_size, directory, way)
+    kind = SyncBatchNorm if world_size > 1 else AlwaysJoint
+    slack = 16.0 if IS_GPU else 1.0
+    with placement.group(rank, world_size, directory) as device:
+        return all_deviations(Way(world_size, kind, str(device), slack), rank)
 
 
 @pytest.mark.parametrize("ranks", [2, 1])
@@ -185,18 +170,12 @@ def test_synchronised_batchnorm_equals_the_joined_batch(
 
 def run_one_value(rank: int, world_size: int, placement: Placement, directory: Path) -> Tensor:
     """Return the running statistics after a batch of one sample on the last rank only."""
-    device = placement.devices[rank]
-    if IS_GPU:
-        torch.cuda.set_device(device)
-    backend = training.backend(placement.backend)
-    store = f"file://{directory}/store"
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
-    layer = SyncBatchNorm(3).to(device)
-    samples = torch.ones(rank, 3, device=device, requires_grad=True)
-    with suppress(BatchNormError):  # on the CPU
-        layer(samples).sum().backward()
-    dist.destroy_process_group()
-    return torch.stack([layer.running_mean, layer.running_var]).cpu()
+    with placement.group(rank, world_size, directory) as device:
+        layer = SyncBatchNorm(3).to(device)
+        samples = torch.ones(rank, 3, device=device, requires_grad=True)
+        with suppress(BatchNormError):  # on the CPU
+            layer(samples).sum().backward()
+        return torch.stack([layer.running_mean, layer.running_var]).cpu()
 
 
 def test_one_value_on_all_ranks_together_changes_no_running_statistics(
@@ -231,20 +210,22 @@ def train_on_two_devices(
     return {name: value.cpu() for name, value in training.weights(model).items()}
 
 
-def second_device(first: str) -> str:
-    """Return the other GPU, or the CPU if a second GPU is missing."""
-    if torch.cuda.device_count() < 2:
-        return "cpu"
-    return SECOND_GPU if first == GPU else GPU
-
-
-def test_a_rank_with_two_devices_learns_as_on_the_cpu(placement: Placement, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("placement", "devices"),
+    [
+        pytest.param("gloo", [GPU, "cpu", GPU, "cpu"], id="gloo"),
+        pytest.param("NCCL", [GPU, SECOND_GPU, SECOND_GPU, GPU], id="NCCL"),
+    ],
+    indirect=["placement"],
+)
+def test_a_rank_with_two_devices_learns_as_on_the_cpu(
+    placement: Placement, devices: list[str], tmp_path: Path
+) -> None:
     """`devices_per_rank=2` with two GPUs, or over gloo with a GPU and the CPU: the
     weights are those of ranks on the CPU.
     """
-    if IS_GPU and placement is not GLOO and torch.cuda.device_count() < 2:
+    if IS_GPU and SECOND_GPU in devices and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    devices = [name for first in placement.devices for name in (first, second_device(first))]
     results = placement.run(train_on_two_devices, tmp_path, devices)
     on_the_cpu = on_cpu(2).run(train_on_two_devices, tmp_path, ["cpu"] * len(devices))
     torch.testing.assert_close(results, on_the_cpu, **TOLERANCE)

@@ -1,19 +1,34 @@
-"""Training on a GPU continues after stops and deaths as if they had not happened."""
+"""Training on a GPU continues after stops and deaths as if they had not happened, and its
+checkpoints load anywhere.
+"""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.gpu.placement import ALONE, GLOO, GPU, Placement, torch_devices
+from tests.gpu.placement import (
+    ALONE,
+    GLOO,
+    GPU,
+    IS_GPU,
+    NCCL,
+    ONE_EACH_REVERSED,
+    Placement,
+    Wide,
+    on_cpu,
+    torch_devices,
+)
 from tests.harness import training
 from tests.harness.ranks import launch_ranks
-from tests.integration import continuing, early_ends
+from tests.integration import checkpointing, continuing, early_ends
 from tests.integration.early_ends import Kill, Plan
 
 ON_ANY_DEVICE = {"accelerator": "auto", "devices": "auto"}  # the strategy names them
@@ -81,7 +96,9 @@ def weights_after(
     """Run the plan on ranks started by hand, again after each kill; return the weights
     of each rank.
     """
-    return early_ends.survive(2, plan, kills, directory, env=placement.variables)
+    may_lose = placement.backend == NCCL
+    env = placement.variables
+    return early_ends.survive(2, plan, kills, directory, may_lose=may_lose, env=env)
 
 
 AFTER_BACKWARD = Kill("on_after_backward", 9, [0])
@@ -100,7 +117,7 @@ def test_a_killed_rank_costs_no_step(
     placement: Placement, is_float16: bool, kills: Sequence[Kill], tmp_path: Path
 ) -> None:
     """A run that is resumed after each kill and after SIGTERM ends as an undisturbed
-    run, to the last bit.
+    run, to the last bit; with NCCL it is resumed from its last checkpoint.
     """
     plan = plan_on(placement, is_float16=is_float16)
     undisturbed = weights_after([], plan, placement, tmp_path / "undisturbed")
@@ -114,9 +131,86 @@ def test_each_start_method_trains_on_a_gpu(start_method: str, tmp_path: Path) ->
     hand.
     """
     by_hand, _ = weights_after([], plan_on(GLOO), GLOO, tmp_path / "by hand")
+    del by_hand["steps"]  # which only ranks that are started by hand return
     directory = tmp_path / "started"
     directory.mkdir()
     plan = plan_on(GLOO, start_method=start_method)
     [started] = launch_ranks(early_ends.train, 1, plan, directory, env={})
     assert started.exit_code == 0, started.story()
     training.assert_same(started.result, by_hand)
+
+
+# Checkpoints.
+
+
+@pytest.fixture(params=["one GPU", "two GPUs"])
+def ranks_on_gpus(request: pytest.FixtureRequest) -> Placement:
+    """Return two ranks that share a GPU, or have one each, where rank 0 has the second."""
+    if request.param == "one GPU":
+        return GLOO
+    if IS_GPU and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    return ONE_EACH_REVERSED
+
+
+def save_in_training(
+    rank: int, world_size: int, placement: Placement, path: Path, is_background: bool
+) -> list[int]:
+    """Save after the second step, and train on; threads read the device meanwhile.
+
+    Return the GPUs on which this process has a context.
+    """
+    L.seed_everything(1)
+    save = partial(L.Trainer.save_checkpoint, filepath=path)
+    placement.trainer(
+        path.parent,
+        plugins=[checkpointing.make_io(is_background=is_background)],
+        callbacks=[training.At("on_train_batch_end", save, earlier=1)],
+    ).fit(Wide())
+    gpus = range(torch.cuda.device_count())
+    return [number for number in gpus if torch._C._cuda_hasPrimaryContext(number)]
+
+
+def test_a_background_save_has_the_content_of_a_foreground_save(
+    ranks_on_gpus: Placement, tmp_path: Path
+) -> None:
+    """Checkpoints saved in the background while training continues are whole.
+
+    Of two GPUs each rank uses its own, and the file has rank 0's.
+    """
+    foreground = tmp_path / "foreground.ckpt"
+    background = tmp_path / "background.ckpt"
+    ranks_on_gpus.run(save_in_training, foreground, False)
+    gpus_in_use = ranks_on_gpus.run(save_in_training, background, True)
+    devices = torch_devices(ranks_on_gpus.devices)
+    assert gpus_in_use == [[device.index] if IS_GPU else [] for device in devices]
+    saved = torch.load(background)
+    assert {value.device for value in saved["state_dict"].values()} == {devices[0]}
+    for name in ("state_dict", "optimizer_states"):
+        training.assert_same(saved[name], torch.load(foreground)[name])
+
+
+def devices_of_momenta(
+    rank: int, world_size: int, placement: Placement, directory: Path, path: Path
+) -> set[str]:
+    """Return where a resumed run has the optimiser's states."""
+    devices: set[str] = set()
+
+    def record(trainer: L.Trainer) -> None:
+        states = trainer.optimizers[0].state.values()
+        devices.update(str(state["momentum_buffer"].device) for state in states)
+
+    recording = training.At("on_train_start", record)
+    placement.trainer(directory, callbacks=[recording]).fit(Wide(), ckpt_path=path)
+    return devices
+
+
+def test_a_checkpoint_loads_on_a_gpu_and_on_the_cpu(
+    ranks_on_gpus: Placement, tmp_path: Path
+) -> None:
+    """A run that resumes from a background save has its optimiser on its own devices."""
+    path = tmp_path / "saved.ckpt"
+    ranks_on_gpus.run(save_in_training, path, True)
+    for resumed_on in (ranks_on_gpus, on_cpu(2)):
+        devices = resumed_on.run(devices_of_momenta, tmp_path, path)
+        assert devices == [{device} for device in resumed_on.devices]

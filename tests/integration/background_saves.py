@@ -42,6 +42,3 @@ class FailsWhenAwaited(AsyncCheckpointIO):
     def teardown(self) -> None:
         self.failing.awaited.set()
         super().teardown()
-
-    def __reduce__(self) -> Any:
-        return FailsWhenAwaited, (self.failing.fails,)

@@ -13,11 +13,9 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
-from tests.checkpoint.content import kinds, same
+from lightning_ddp_ext import RankZeroCheckpoint, RankZeroCheckpointIO
 from tests.harness import training
 
-# Lightning copies the state of a callback, which cannot be done with some tensors.
-KEPT = {name: tensor for name, tensor in kinds().items() if name not in ("csr", "bsc")}
 MAPPED_AND_SENT = pytest.mark.parametrize(("kind", "is_mapped"), [("ours", True), ("stock", False)])
 
 
@@ -47,63 +45,38 @@ def reachable(path: Path, directory: Path, *, is_mapped: bool) -> Path:
     return Path(path.name)
 
 
-class Keeper(L.Callback):
-    """Keeps its own tensors in the checkpoint."""
-
-    def __init__(self, content: Any = None) -> None:
-        self.content = content
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"content": self.content}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.content = state_dict["content"]
-
-
 def everything(trainer: L.Trainer) -> dict[str, Any]:
-    """Return weights, optimisers, schedules, scaler and progress, and whether keepers
-    have all of `KEPT`.
-    """
+    """Return weights, optimisers, schedules, scaler and progress."""
     assert trainer.lightning_module is not None
-    keepers = [callback for callback in trainer.callbacks if isinstance(callback, Keeper)]
     found = {
         "weights": trainer.lightning_module.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
         "schedules": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "scaler": trainer.precision_plugin.state_dict(),
         "step": trainer.global_step,
-        "kept": [same(copy.deepcopy(keeper.content), copy.deepcopy(KEPT)) for keeper in keepers],
     }
     return copy.deepcopy(found)
 
 
-def train_and_save(
-    path: Path, model: L.LightningModule | None = None, plugins: Any = ()
-) -> dict[str, Any]:
+def train_and_save(path: Path, plugins: Any = ()) -> dict[str, Any]:
     """Train a little in this process alone, with stock Lightning, and save.
 
     Return the state that was saved.
     """
     torch.manual_seed(1)
-    trainer = training.make_trainer(
-        "auto", devices=1, max_epochs=1, callbacks=[Keeper(KEPT)], plugins=list(plugins)
-    )
-    trainer.fit(Net() if model is None else model)
+    trainer = training.make_trainer("auto", devices=1, max_epochs=1, plugins=list(plugins))
+    trainer.fit(Net())
     trainer.save_checkpoint(path)
     return everything(trainer)
 
 
 def checkpoint_callback(kind: training.Kind, **options: Any) -> ModelCheckpoint:
     """Return Lightning's callback for our strategy, and ours for stock's."""
-    from lightning_ddp_ext import RankZeroCheckpoint  # stock must also work before this import
-
     return RankZeroCheckpoint(**options) if kind == "stock" else ModelCheckpoint(**options)
 
 
 def make_io(*, is_background: bool) -> Any:
     """Return our IO, within Lightning's for saves in the background."""
-    from lightning_ddp_ext import RankZeroCheckpointIO
-
     return AsyncCheckpointIO(RankZeroCheckpointIO()) if is_background else RankZeroCheckpointIO()
 
 
@@ -117,26 +90,23 @@ def trainer_for(
 ) -> L.Trainer:
     """Return a Trainer on two ranks whose checkpoints are ours, one way or the other."""
     callbacks = list(callbacks)
-    plugins = list(plugins)
     if kind == "stock" and not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
         callbacks.append(checkpoint_callback(kind, save_top_k=0))
-    if io is not None:
-        plugins.append(io)
-    # Otherwise Lightning adds one.
-    enabled = any(isinstance(callback, Checkpoint) for callback in callbacks)
-    options = {"enable_checkpointing": enabled, "plugins": plugins, **options}
     return training.make_trainer(
-        training.make_strategy(kind, directory), callbacks=callbacks, **options
+        training.make_strategy(kind, directory),
+        callbacks=callbacks,
+        plugins=[*plugins, *([] if io is None else [io])],
+        # Otherwise Lightning adds one.
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+        **options,
     )
 
 
-def fit_from(
-    trainer: L.Trainer, path: Path | str, model: L.LightningModule | None = None
-) -> dict[str, Any]:
+def fit_from(trainer: L.Trainer, path: Path | str) -> dict[str, Any]:
     """Train from a checkpoint, and return the whole state at the start of training."""
     states: list[dict[str, Any]] = []
     trainer.callbacks.append(
         training.At("on_train_start", lambda trainer: states.append(everything(trainer)))
     )
-    trainer.fit(Net() if model is None else model, ckpt_path=path)
+    trainer.fit(Net(), ckpt_path=path)
     return states[0]

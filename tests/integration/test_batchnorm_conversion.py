@@ -3,12 +3,10 @@ run different ones raise, instead of mixing up statistics.
 """
 
 import copy
-import pickle
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import pytest
 from torch import Tensor, nn
@@ -16,13 +14,9 @@ from torch import Tensor, nn
 from lightning_ddp_ext import SyncBatchNorm, SyncBatchNormConversion, convert_sync_batchnorm
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from tests.harness.ranks import launch_ranks, run_ranks
-from tests.harness.training import Batch, Kind, Net, fit, make_trainer, on_ranks, stock_group
+from tests.harness.training import Batch, Kind, Net, fit, on_ranks, stock_group
 
 By = Literal["callback", "flag"]  # what converts: our callback, or the Trainer's flag
-
-WAYS = pytest.mark.parametrize(
-    ("kind", "by"), [pytest.param("ours", "flag", marks=pytest.mark.lowest), ("stock", "callback")]
-)
 
 
 class Scaled(nn.BatchNorm1d):
@@ -32,9 +26,9 @@ class Scaled(nn.BatchNorm1d):
         return 2 * super().forward(input)
 
 
-def classes_of(model: Any) -> list[str]:
+def classes_of(layers: Any) -> list[str]:
     """Return the name of the class of each layer."""
-    return [type(layer).__name__ for layer in model.layers]
+    return [type(layer).__name__ for layer in layers]
 
 
 NORMS = ["BatchNorm1d", "BatchNorm1d", "BatchNorm1d", "Scaled", "SyncBatchNorm1d", "SyncBatchNorm"]
@@ -44,6 +38,8 @@ CONVERTED = ["Linear", *["SyncBatchNorm1d"] * 3, *NORMS[3:], "Linear"]
 
 class Observed(Net):
     """Has layers that are converted and others, and records their classes in hooks.
+
+    As momentum encoders do, it trains beside a copy of layers.
 
     Args:
         error: what the second training step raises.
@@ -55,112 +51,86 @@ class Observed(Net):
         by_hand = [convert_sync_batchnorm(nn.BatchNorm1d(8)), SyncBatchNorm(8)]
         layers = [shared, shared, nn.BatchNorm1d(8).eval(), Scaled(8), *by_hand]
         self.layers = nn.Sequential(nn.Linear(4, 8), *layers, nn.Linear(8, 1))
+        self.teacher: Any = ()
         self.error = error
         self.seen: dict[str, list[str]] = {}
+
+    def on_train_start(self) -> None:
+        self.teacher = copy.deepcopy(self.layers[:4])
 
     def training_step(self, batch: Batch, index: int) -> Any:
         if index == 1 and self.error is not None:
             raise self.error
-        self.seen["training"] = classes_of(self)
+        self.seen["training"] = classes_of(self.layers)
         return super().training_step(batch, index)
 
     def on_train_end(self) -> None:
-        self.seen["on_train_end"] = classes_of(self)
+        self.seen["on_train_end"] = classes_of(self.layers)
 
     def on_fit_end(self) -> None:
-        self.seen["on_fit_end"] = classes_of(self)
-
-
-class End(NamedTuple):
-    """How a fit ends: with an error of the second step, or after a share of the batches."""
-
-    error: BaseException | None = None
-    limit_train_batches: float = 1.0
-
-
-SUCCESS = End()
+        self.seen["on_fit_end"] = classes_of(self.layers)
 
 
 def fit_and_see(
-    rank: int, world_size: int, directory: Path, kind: Kind, by: By, end: End = SUCCESS
+    rank: int,
+    world_size: int,
+    directory: Path,
+    kind: Kind,
+    by: By,
+    error: BaseException | None = None,
+    **options: Any,
 ) -> dict[str, list[str]]:
     """Return the classes of a model's layers in the hooks of a fit, and after it."""
     callbacks = [SyncBatchNormConversion()] if by == "callback" else []
-    options = {
-        "sync_batchnorm": by == "flag",
-        "limit_train_batches": end.limit_train_batches,
-    }
-    model = Observed(end.error)
+    model = Observed(error)
     with (
         stock_group(rank, world_size, directory) if kind == "stock" else nullcontext(),
         suppress(ZeroDivisionError, RankFailedError, SystemExit),
     ):
-        fit(kind, directory, model, *callbacks, **options)
-    return {**model.seen, "after fit": classes_of(model)}
+        fit(kind, directory, model, *callbacks, sync_batchnorm=by == "flag", **options)
+    after = {"after fit": classes_of(model.layers), "the copy": classes_of(model.teacher)}
+    return {**model.seen, **after}
 
 
-@WAYS
+@pytest.mark.parametrize(
+    ("kind", "by"), [pytest.param("ours", "flag", marks=pytest.mark.lowest), ("stock", "callback")]
+)
 def test_layers_are_converted_during_training_only(kind: Kind, by: By, tmp_path: Path) -> None:
     """The callback restores layers before ``on_train_end``, the flag before
     ``on_fit_end``.
+
+    Rank 0 logs a line about converted layers, and names the others in a warning.
     """
-    at_train_end = CONVERTED if by == "flag" else PLAIN
-    for seen in run_ranks(fit_and_see, 2, tmp_path, kind, by):
-        assert seen == {
+    first, second = launch_ranks(fit_and_see, 2, tmp_path, kind, by)
+    for outcome in (first, second):
+        assert outcome.result == {
             "training": CONVERTED,
-            "on_train_end": at_train_end,
+            "on_train_end": CONVERTED if by == "flag" else PLAIN,
             "on_fit_end": PLAIN,
             "after fit": PLAIN,
-        }
-
-
-@WAYS
-def test_converted_and_other_layers_are_named(kind: Kind, by: By, tmp_path: Path) -> None:
-    """Rank 0 logs a line about converted layers, and names the others in a warning."""
-    first, second = launch_ranks(fit_and_see, 2, tmp_path, kind, by)
+            "the copy": PLAIN[:4],
+        }, outcome.story()
     summary = "SyncBatchNorm: 2 of 5 layers, statistics over 2 ranks\n"
     assert first.output.count(summary) == 1, first.story()
     assert first.output.count("are not converted: layers.4 (Scaled). To use the") == 1
     assert "BatchNorm" not in second.output
 
 
-@WAYS
 @pytest.mark.parametrize(
-    "end",
+    ("kind", "by", "end"),
     [
-        pytest.param(End(limit_train_batches=0), id="no batches"),
-        pytest.param(End(ZeroDivisionError()), id="error"),
-        pytest.param(End(KeyboardInterrupt()), id="Ctrl-C"),
+        pytest.param("stock", "callback", {"limit_train_batches": 0}, id="no batches"),
+        pytest.param("stock", "callback", {"error": ZeroDivisionError()}, id="error"),
+        pytest.param("ours", "flag", {"error": ZeroDivisionError()}, id="error, by the flag"),
+        pytest.param("ours", "flag", {"error": KeyboardInterrupt()}, id="Ctrl-C, by the flag"),
     ],
 )
 def test_whatever_ends_fit_the_model_is_what_it_was(
-    kind: Kind, by: By, end: End, tmp_path: Path
+    kind: Kind, by: By, end: dict[str, Any], tmp_path: Path
 ) -> None:
     """All layers have their classes of before."""
-    for seen in run_ranks(fit_and_see, 2, tmp_path, kind, by, end):
+    for seen in run_ranks(fit_and_see, 2, tmp_path, kind, by, **end):
         assert seen["after fit"] == PLAIN
-
-
-class Teacher(Net):
-    """Trains beside a copy of its layers, as momentum encoders do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.BatchNorm1d(4), *self.layers)
-
-    def on_train_start(self) -> None:
-        self.teacher = copy.deepcopy(self.layers)
-
-
-def train_teacher(kind: Kind, directory: Path) -> list[type]:
-    model = Teacher()
-    fit(kind, directory, model, sync_batchnorm=True)
-    return [type(layers[0]) for layers in (model.layers, model.teacher)]
-
-
-def test_copies_in_the_model_are_restored_too(tmp_path: Path) -> None:
-    """A copy that was made during training has the class that its original had."""
-    assert on_ranks("ours", train_teacher, tmp_path) == [[nn.BatchNorm1d] * 2] * 2
 
 
 def choose_layers_beside_the_flag(kind: Kind, directory: Path) -> str:
@@ -168,7 +138,7 @@ def choose_layers_beside_the_flag(kind: Kind, directory: Path) -> str:
     conversion = SyncBatchNormConversion(exclude="layers.1")
     with pytest.raises((ConfigurationError, RankFailedError)) as caught:
         fit(kind, directory, model, conversion, sync_batchnorm=True)
-    assert classes_of(model) == PLAIN
+    assert classes_of(model.layers) == PLAIN
     return str(caught.value)
 
 
@@ -178,56 +148,31 @@ def test_the_trainers_flag_allows_no_choice_of_layers(tmp_path: Path) -> None:
         assert "sync_batchnorm=True synchronises all layers" in message
 
 
-def fit_alone(rank: int, world_size: int) -> None:
-    model = Observed()
-    copied = pickle.loads(pickle.dumps(SyncBatchNormConversion()))
-    make_trainer("auto", devices=1, callbacks=[copied]).fit(model)
-    assert model.seen["training"] == PLAIN
-
-
-def test_the_callback_does_nothing_on_one_rank() -> None:
-    """A pickled copy, as spawned ranks have, leaves the layers unchanged."""
-    run_ranks(fit_alone, 1)
-
-
 # Ranks that run different layers.
+
+LAYERS = ("first", "middle", "last")
 
 
 class Normalised(Net):
     """Three BatchNorm layers with a linear one behind each of them.
 
     Args:
-        run_otherwise: runs the layers in the second step of rank 1.
+        others: the layers that rank 1 runs in its second step.
     """
 
-    def __init__(self, run_otherwise: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(self, others: Sequence[str]) -> None:
         super().__init__()
-        self.norms = nn.ModuleDict(
-            {name: nn.BatchNorm1d(4) for name in ("first", "middle", "last")}
-        )
-        self.linears = nn.ModuleDict({name: nn.Linear(4, 4) for name in self.norms})
+        self.norms = nn.ModuleDict({name: nn.BatchNorm1d(4) for name in LAYERS})
+        self.linears = nn.ModuleDict({name: nn.Linear(4, 4) for name in LAYERS})
         self.layers = nn.Linear(4, 1)
-        self.run_otherwise = run_otherwise
-
-    def run_layers(self, x: Tensor, left_out: str = "") -> Tensor:
-        for name, norm in self.norms.items():
-            x = self.linears[name](x if name == left_out else norm(x))
-        return x
+        self.others = others
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         is_other = self.global_rank == 1 and index == 1
-        run = self.run_otherwise if is_other else Normalised.run_layers
         x, y = batch
-        return self.loss([run(self, x), y])
-
-
-def run_twice(model: Normalised, x: Tensor) -> Tensor:
-    model.run_layers(x)
-    return model.run_layers(x)
-
-
-WITHOUT_FIRST = partial(Normalised.run_layers, left_out="first")
-WITHOUT_LAST = partial(Normalised.run_layers, left_out="last")
+        for name in self.others if is_other else LAYERS:
+            x = self.linears[name](self.norms[name](x))
+        return self.loss([x, y])
 
 
 def train(rank: int, world_size: int, directory: Path, model: Normalised, by_flag: bool) -> None:
@@ -238,15 +183,14 @@ def train(rank: int, world_size: int, directory: Path, model: Normalised, by_fla
 
 @pytest.mark.lowest
 @pytest.mark.parametrize(
-    ("run_otherwise", "by_flag", "place_of_rank_0", "place_of_rank_1"),
+    ("others", "by_flag", "place_of_rank_0", "place_of_rank_1"),
     [
-        (WITHOUT_FIRST, False, "forward pass of norms.first", "forward pass of norms.middle"),
-        (WITHOUT_LAST, False, "forward pass of norms.last", "backward pass of norms.middle"),
-        (run_twice, True, "backward pass of norms.last", "forward pass of norms.first"),
+        (LAYERS[:2], False, "forward pass of norms.last", "backward pass of norms.middle"),
+        (LAYERS + LAYERS, True, "backward pass of norms.last", "forward pass of norms.first"),
     ],
 )
 def test_ranks_that_run_other_layers_raise(
-    run_otherwise: Callable[[Normalised, Tensor], Tensor],
+    others: Sequence[str],
     by_flag: bool,
     place_of_rank_0: str,
     place_of_rank_1: str,
@@ -257,7 +201,7 @@ def test_ranks_that_run_other_layers_raise(
         f"ranks are in different BatchNorm layers or passes: rank 0 is in the {place_of_rank_0},"
         f" rank 1 is in the {place_of_rank_1}"
     )
-    outcomes = launch_ranks(train, 2, tmp_path, Normalised(run_otherwise), by_flag)
+    outcomes = launch_ranks(train, 2, tmp_path, Normalised(others), by_flag)
     assert "BatchNormError" in [outcome.failure.type_name for outcome in outcomes]
     for outcome in outcomes:
         assert message in outcome.failure.message

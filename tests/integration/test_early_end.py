@@ -1,84 +1,38 @@
-"""After a failure one rank saves the last step, whatever happens meanwhile, to the place
-where the same command looks for it.
+"""After a failure one rank saves the last step, whatever the model and whatever happens
+meanwhile, to the place where the same command looks for it.
 """
 
 import errno
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from tests.harness import ranks, training
 from tests.harness.ranks import stories
-from tests.harness.scripts import run_script
+from tests.harness.scripts import print_line
 from tests.integration import early_ends
-from tests.integration.background_saves import FailsWhenAwaited
-from tests.integration.early_ends import FaultyIO, Kill, Net, Plan
+from tests.integration.early_ends import BATCHES, EPOCHS, FaultyIO, Kill, Net, Plan
+from tests.supervision import model as supervision
 
 # Steps before the kills; a survivor may also finish the step in which another rank dies.
 FINISHED = 5
 IN_SIXTH_STEP = Kill("on_after_backward", earlier=FINISHED)
 RANK_ZERO_IN_SIXTH_STEP = Kill("on_after_backward", earlier=FINISHED, ranks=[0])
-
-
-class Norms(Net):
-    """Adds up the gradients' norms of all ranks before each optimiser step."""
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        norms = [weight.grad.norm() for weight in self.parameters() if weight.grad is not None]
-        dist.all_reduce(torch.stack(norms))
-
-
-def test_a_rank_that_waits_in_a_hooks_collective_saves_the_finished_steps(tmp_path: Path) -> None:
-    """The hook is called before the optimiser changes the weights."""
-    plan = Plan(Kill("on_before_optimizer_step", earlier=FINISHED), model=Norms)
-    survivor, _ = ranks.launch_ranks(early_ends.train, 2, plan, tmp_path)
-    assert survivor.exit_code == 1
-    assert early_ends.saved_step(tmp_path) == FINISHED
-
-
-class Profiled(L.Callback):
-    """Notes which files of this package are entered from the third batch to the sixth."""
-
-    def __init__(self) -> None:
-        self.entered: set[str] = set()
-
-    def note(self, frame: FrameType, event: str, _: object) -> None:
-        _, is_ours, path = frame.f_code.co_filename.rpartition("lightning_ddp_ext/")
-        if event == "call" and is_ours:
-            self.entered.add(path)
-
-    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
-        if trainer.current_epoch == 0 and index in (2, 6):
-            sys.setprofile(self.note if index == 2 else None)
-
-
-def files_entered_in_steps(rank: int, world_size: int, directory: Path) -> set[str]:
-    profiled = Profiled()
-    early_ends.train(rank, world_size, Plan(callbacks=[profiled]), directory)
-    return profiled.entered
-
-
-def test_no_code_of_the_early_end_runs_in_a_step(tmp_path: Path) -> None:
-    """Only the question whether a signal has arrived is asked between two steps."""
-    parts = ("integration/stopping/", "integration/checkpoints/", "checkpoint/")
-    for entered in ranks.run_ranks(files_entered_in_steps, 2, tmp_path):
-        assert "integration/strategy.py" in entered
-        assert {path for path in entered if path.startswith(parts)} == {
-            "integration/stopping/stops.py"
-        }
 
 
 # Where the file is.
@@ -120,33 +74,11 @@ def test_a_run_that_resumes_from_another_file_keeps_the_last_step(tmp_path: Path
     assert list(tmp_path.rglob(early_ends.NAME))
 
 
-def train_twice(rank: int, world_size: int, kill: Kill | None, directory: Path) -> None:
-    """Train in two fits of one script; the kill is in the second one."""
-    for plan in (Plan(), Plan(kill)):
-        early_ends.train(rank, world_size, plan, directory)
-
-
-def test_the_fits_of_a_script_do_not_continue_each_other(tmp_path: Path) -> None:
-    """After a failure in the second fit, only the second one resumes from the file."""
-    ranks.launch_ranks(train_twice, 2, IN_SIXTH_STEP, tmp_path)
-    [path] = tmp_path.rglob(early_ends.NAME)
-    rank_zero, _ = ranks.launch_ranks(train_twice, 2, None, tmp_path)
-    assert rank_zero.exit_code == 0, rank_zero.story()
-    first_fit, resume, _ = rank_zero.output.partition(f"ckpt_path='last' is {path}")
-    assert f"{path.parent.name} belong to other commands or fits; pass the path" in first_fit
-    assert resume
-    assert not path.exists()
-
-
 # Faults while a survivor saves.
 
 
 def fill_disk() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def wait_for_ever() -> None:
-    threading.Event().wait()
 
 
 def wait_long() -> None:
@@ -165,8 +97,7 @@ class SlowInSixthStep(Net):
     """Waits on rank 0, which survives, before the sixth step's backward pass."""
 
     def on_before_backward(self, loss: Tensor) -> None:
-        is_resumed = self.trainer.ckpt_path is not None
-        if self.global_step == FINISHED and self.global_rank == 0 and not is_resumed:
+        if self.global_step == FINISHED and self.global_rank == 0:
             wait_long()
 
 
@@ -175,37 +106,11 @@ def test_the_process_that_starts_ranks_lets_a_survivor_save(
     start_method: str, tmp_path: Path
 ) -> None:
     """The process waits for a slow step and a slow save, and then raises the cause."""
-    unbroken, _ = early_ends.survive(2, Plan(), (), tmp_path / "unbroken")
-    strategy = {"start_method": start_method}
-    killed = Plan(
-        Kill("on_before_backward", earlier=FINISHED),
-        strategy={**strategy, "checkpoint_io": FaultyIO(wait_long)},
-        model=SlowInSixthStep,
-    )
-    [outcome] = ranks.launch_ranks(early_ends.train, 1, killed, tmp_path)
+    strategy = {"start_method": start_method, "checkpoint_io": FaultyIO(wait_long)}
+    kill = Kill("on_before_backward", earlier=FINISHED)
+    plan = Plan(kill, strategy=strategy, model=SlowInSixthStep)
+    [outcome] = ranks.launch_ranks(early_ends.train, 1, plan, tmp_path)
     assert "RankDiedError: local rank 1 " in outcome.output, outcome.story()
-    assert early_ends.saved_step(tmp_path) >= FINISHED
-    [resumed] = ranks.run_ranks(early_ends.train, 1, Plan(strategy=strategy), tmp_path)
-    del unbroken["steps"]
-    torch.testing.assert_close(resumed, unbroken, rtol=0, atol=0)
-
-
-ORPHANED = """
-    from pathlib import Path
-    from tests.integration.early_ends import Kill, Plan, train
-
-    kill = Kill("on_after_backward", earlier=5, ranks=[0])
-    train(0, 1, Plan(kill, strategy={"start_method": "popen"}), Path.cwd())
-"""
-
-
-@pytest.mark.nightly
-def test_a_rank_whose_launcher_was_killed_names_the_cause(tmp_path: Path) -> None:
-    """The rank saves and exits."""
-    # The shell's output ends when rank 1 exits, after the script.
-    shell = ("sh", "-c", '(python "$0") 2>&1 | cat')
-    script = run_script(ORPHANED, launcher=shell, cwd=tmp_path)
-    assert "RankDiedError: rank 0 " in script.output, script.output
     assert early_ends.saved_step(tmp_path) >= FINISHED
 
 
@@ -223,7 +128,9 @@ def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path)
     ("fault", "report"),
     [
         pytest.param(fill_disk, "No space left on device", id="full disk"),
-        pytest.param(wait_for_ever, "will finish writing its checkpoint", id="stuck disk"),
+        pytest.param(
+            supervision.wait_for_ever, "will finish writing its checkpoint", id="stuck disk"
+        ),
     ],
 )
 def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(
@@ -238,17 +145,173 @@ def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(
     assert not list(tmp_path.rglob(early_ends.NAME))
 
 
-def is_not_stop_checkpoint(path: str) -> bool:
-    return Path(path).name != early_ends.NAME
+# Models.
 
 
-def test_an_earlier_save_error_does_not_prevent_the_save_of_the_last_step(tmp_path: Path) -> None:
-    """A survivor saves although an earlier save in the background failed.
-
-    That error was not raised before the other rank died.
+class Hooked(Net):
+    """Adds up the gradients' norms of all ranks before each step, and limits a weight after
+    it.
     """
-    finished = 15  # in the second epoch, after the first save
-    kill = Kill("on_before_backward", earlier=finished)
-    plan = Plan(kill, strategy={"checkpoint_io": FailsWhenAwaited(is_not_stop_checkpoint)})
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        norms = [weight.grad.norm() for weight in self.parameters() if weight.grad is not None]
+        dist.all_reduce(torch.stack(norms))
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.layers[0].weight.clamp_(-0.3, 0.3)
+
+
+class Skipping(Net):
+    """Ends the first epoch in its fifth batch, which is not trained on."""
+
+    def on_train_batch_start(self, batch: training.Batch, index: int) -> int | None:
+        return -1 if self.current_epoch == 0 and index == 4 else None
+
+
+class Manual(Net):
+    """Makes a step itself in each batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: training.Batch, index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        optimizer.step()
+
+
+CONTINUING = [
+    pytest.param(Hooked, {}, id="hooks around a step"),
+    pytest.param(Manual, {}, id="manual"),
+    pytest.param(Skipping, {}, id="skipping", marks=pytest.mark.nightly),
+    pytest.param(
+        Net,
+        {"use_distributed_sampler": False},
+        id="own draw on each rank",
+        marks=pytest.mark.nightly,
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "options"), CONTINUING)
+def test_two_kills_leave_the_weights_of_an_unbroken_run(
+    model: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """No finished step is lost, and the weights are those of an unbroken run, to the last
+    bit.
+    """
+    plan = Plan(trainer=options, model=model)
+    kills = [
+        Kill("on_before_optimizer_step", earlier=9),
+        Kill("on_validation_batch_start", earlier=1, ranks=[0]),
+    ]
+    killed = early_ends.survive(2, plan, kills, tmp_path / "killed")
+    unbroken = early_ends.survive(2, plan, (), tmp_path / "unbroken")
+    torch.testing.assert_close(killed, unbroken, rtol=0, atol=0)
+
+
+class TwoOptimizers(Net):
+    """Makes a step of each of two optimisers in each batch, and prints the batch."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        first, _, second = self.layers
+        return [torch.optim.AdamW(layer.parameters(), lr=0.05) for layer in (first, second)]
+
+    def training_step(self, batch: training.Batch, index: int) -> None:
+        print_line(f"batch {index}")
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, index))
+            optimizer.step()
+
+
+@pytest.mark.parametrize("by", ["kill", pytest.param("error", marks=pytest.mark.nightly)])
+def test_a_batch_is_repeated_as_a_whole_if_a_second_optimiser_fails(
+    by: str, tmp_path: Path
+) -> None:
+    """The first optimiser's step in it is saved, and made again."""
+    fails = Kill("on_before_backward", earlier=9, by=by)  # in the fifth batch
+    failed = ranks.launch_ranks(early_ends.train, 2, Plan(fails, model=TwoOptimizers), tmp_path)
+    assert any("saved step 9 to" in outcome.output for outcome in failed), stories(failed)
+    resumed, _ = ranks.launch_ranks(early_ends.train, 2, Plan(model=TwoOptimizers), tmp_path)
+    assert resumed.exit_code == 0, resumed.story()
+    batches = re.findall(r"^batch (\d+)$", resumed.output, re.MULTILINE)
+    later = [*range(BATCHES)] * (EPOCHS - 1)
+    assert [int(batch) for batch in batches] == [*range(4, BATCHES), *later]
+
+
+# Models and options with which the weights may not be those of the last finished step.
+
+
+class SeveralClosures(Net):
+    """Has an optimiser that calls the closure three times a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=3)
+
+
+class InStep(Net):
+    """Calls a collective in each step, after it has changed the weights; before that of the
+    sixth step, rank 1 ends.
+    """
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        if self.global_step == 5 and self.global_rank == 1:
+            Kill("").end_process()
+        dist.all_reduce(torch.zeros(1))
+
+
+class Exploding(Net):
+    """Has weights that are not finite from the third step on."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == 3:
+            self.layers[0].weight[0, 0] = torch.inf
+
+
+class Sharded(Net):
+    """Has an optimiser of whose state each rank has a part."""
+
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=0.05)
+
+
+THIRD_STEP = Kill("on_after_backward", earlier=2)
+SIXTH_STEP = Kill("on_before_backward", earlier=5)
+EIGHTH_CALL = Kill("on_after_backward", earlier=7)  # in the third step of three calls each
+IN_VALIDATION = Kill("on_validation_batch_start", earlier=1)
+MODEL_AVERAGING = {
+    "ddp_comm_state": PostLocalSGDState(None, None, 2),
+    "model_averaging_period": 2,
+}
+TRIAL = {"fast_dev_run": 5, "limit_train_batches": 5}
+REFUSED = [
+    ("had started to change the weights", Plan(EIGHTH_CALL, model=SeveralClosures)),
+    ("had started to change the weights", Plan(model=InStep)),
+    ("shard of the optimiser's state", Plan(THIRD_STEP, model=Sharded)),
+    ("swapped the weights", Plan(IN_VALIDATION, callbacks=[WeightAveraging()])),
+    ("not finite", Plan(SIXTH_STEP, model=Exploding)),
+    ("no step has finished since the start", Plan(Kill("on_before_backward"))),
+    ("fast_dev_run", Plan(THIRD_STEP, trainer=TRIAL)),
+    ("model_averaging_period", Plan(THIRD_STEP, strategy=MODEL_AVERAGING)),
+    ('resume_data="stock"', Plan(THIRD_STEP, strategy={"resume_data": "stock"})),
+]
+
+
+@pytest.mark.parametrize(("reason", "plan"), REFUSED)
+def test_a_survivor_does_not_save_a_checkpoint_that_could_be_wrong(
+    reason: str, plan: Plan, tmp_path: Path
+) -> None:
+    """The survivor prints the reason next to the error that names the dead rank."""
     survivor, _ = ranks.launch_ranks(early_ends.train, 2, plan, tmp_path)
-    assert f"saved step {finished} to" in survivor.output, survivor.story()
+    assert survivor.exit_code == 1
+    _, refusal, rest = survivor.output.partition("this rank did not save the last step: ")
+    assert refusal, survivor.story()
+    assert reason in rest.splitlines()[0]
+    assert "RankDiedError: rank 1 " in survivor.output
+    assert not list(tmp_path.rglob(early_ends.NAME))

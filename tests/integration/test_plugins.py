@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -54,23 +54,12 @@ def test_a_users_checkpoint_io_writes_on_rank_zero_and_reads_on_every_rank(tmp_p
     training.assert_same([rank["weights"] for rank in ours], [rank["weights"] for rank in stock])
 
 
-class Validated(NamedTuple):
-    """The settings of a Trainer that Lightning has a cluster environment validate."""
-
-    devices: int
-    nodes: int
-
-
 class HouseEnvironment(LightningEnvironment):
     """A user's cluster, which sets a process's place in its own variables."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.validated: list[Validated] = []
-
-    @property
-    def main_address(self) -> str:
-        return "127.0.0.1"
+        self.validated: list[tuple[int, int]] = []
 
     @property
     def main_port(self) -> int:
@@ -89,7 +78,7 @@ class HouseEnvironment(LightningEnvironment):
     local_rank = global_rank
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        self.validated.append(Validated(num_devices, num_nodes))
+        self.validated.append((num_devices, num_nodes))
 
 
 def train_in_the_house(rank: int, world_size: int, strategy: type[DDPStrategy]) -> dict[str, Any]:
@@ -106,13 +95,14 @@ def train_in_the_house(rank: int, world_size: int, strategy: type[DDPStrategy]) 
     }
 
 
-def test_a_users_cluster_environment_sets_ranks_and_address() -> None:
-    """Rank, address and port are its own, and it validates devices and nodes."""
-    by_strategy = []
-    for strategy in (DDPExtStrategy, DDPStrategy):
-        env = {"HOUSE_RANK": str, "HOUSE_PORT": str(free_port())}
-        by_strategy.append(run_ranks(train_in_the_house, 2, strategy, env=env))
-    ours, stock = by_strategy
+def test_a_users_cluster_environment_sets_ranks_and_port() -> None:
+    """Rank and port are its own, and it validates devices and nodes."""
+    ours, stock = (
+        run_ranks(
+            train_in_the_house, 2, strategy, env={"HOUSE_RANK": str, "HOUSE_PORT": str(free_port())}
+        )
+        for strategy in (DDPExtStrategy, DDPStrategy)
+    )
     training.assert_same(ours, stock)
     assert [trained["rank"] for trained in ours] == [0, 1]
-    assert [trained["validated"] for trained in ours] == [[Validated(devices=2, nodes=1)]] * 2
+    assert [trained["validated"] for trained in ours] == [[(2, 1)]] * 2

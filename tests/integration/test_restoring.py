@@ -1,84 +1,53 @@
 """All ranks get the whole content of a file that they resume or evaluate from, whether
-it is mapped or sent.
+it is mapped or sent; a file that a hook reads by itself does not decide where they begin.
 """
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor, nn
 
 from lightning_ddp_ext import RankZeroCheckpointIO
+from tests.checkpoint.content import MAPPED
 from tests.harness import training
-from tests.integration import checkpointing
-from tests.integration.checkpointing import Keeper, Net
+from tests.integration import checkpointing, continuing
+from tests.integration.checkpointing import Net
 
 
-class TwoOptimizers(Net):
-    """SGD for one weight and Adam for the others, stepped by hand."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, index: int) -> None:
-        self.manual_backward(self.loss(batch))
-        for optimizer in self.optimizers():
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def configure_optimizers(self) -> Any:
-        first, *others = self.parameters()
-        return torch.optim.SGD([first], lr=0.01, momentum=0.9), torch.optim.Adam(others, lr=0.01)
-
-
-class Resumed(NamedTuple):
-    """A resumed run."""
-
-    state: dict[str, Any]  # at the start of training
-    last_step: int
-
-
-def resumed(
-    kind: training.Kind, directory: Path, path: Path, is_mapped: bool, model: Any
-) -> Resumed:
+def resumed(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> dict[str, Any]:
+    """Return the state at the start of a resumed training, and the last step."""
     plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
     options = {"max_epochs": 2, "devices": int(os.environ["WORLD_SIZE"]), "plugins": plugins}
-    trainer = checkpointing.trainer_for(
-        kind, directory, RankZeroCheckpointIO(), [Keeper()], **options
-    )
+    trainer = checkpointing.trainer_for(kind, directory, RankZeroCheckpointIO(), **options)
     path = checkpointing.reachable(path, directory, is_mapped=is_mapped)
-    state = checkpointing.fit_from(trainer, path, model())
-    return Resumed(state, trainer.global_step)
+    state = checkpointing.fit_from(trainer, path)
+    return {**state, "last step": trainer.global_step}
 
 
 @pytest.mark.lowest
 @pytest.mark.parametrize(
-    ("kind", "world_size", "is_mapped", "model"),
+    ("kind", "world_size", "is_mapped"),
     [
-        pytest.param("ours", 2, True, Net, id="ours, mapped"),
-        pytest.param("stock", 2, True, TwoOptimizers, id="stock, mapped, two optimisers"),
-        pytest.param("ours", 4, False, Net, id="ours, sent to four ranks"),
+        pytest.param("ours", 2, True, id="ours, mapped"),
+        pytest.param("stock", 2, True, id="stock, mapped"),
+        pytest.param("ours", 4, False, id="ours, sent to four ranks"),
     ],
 )
 def test_a_run_continues_with_all_that_was_saved(
-    kind: training.Kind, world_size: int, is_mapped: bool, model: Any, tmp_path: Path
+    kind: training.Kind, world_size: int, is_mapped: bool, tmp_path: Path
 ) -> None:
-    """Each rank has the same weights, optimisers, schedules, scaler, progress and every
-    kind of tensor as before.
-    """
+    """Each rank has the same weights, optimiser, schedules, scaler and progress as before."""
+    path = tmp_path / "it.ckpt"
     scaler = torch.amp.GradScaler("cpu", init_scale=12.0)
-    before = checkpointing.train_and_save(
-        tmp_path / "it.ckpt", model(), [MixedPrecision("16-mixed", "cpu", scaler)]
-    )
-    results = training.on_ranks(
-        kind, resumed, tmp_path, tmp_path / "it.ckpt", is_mapped, model, world_size=world_size
-    )
-    steps_of_an_epoch = len(before["optimizers"]) * 8 // world_size
-    for rank in results:
-        training.assert_same(rank.state, before)
-        assert rank.last_step == before["step"] + steps_of_an_epoch
+    before = checkpointing.train_and_save(path, [MixedPrecision("16-mixed", "cpu", scaler)])
+    before["last step"] = before["step"] + 8 // world_size
+    results = training.on_ranks(kind, resumed, tmp_path, path, is_mapped, world_size=world_size)
+    training.assert_same(results, [before] * world_size)
 
 
 class SwapsWeights(Net):
@@ -92,73 +61,36 @@ class SwapsWeights(Net):
         loaded["layers.0.bias"] = torch.zeros(8)
 
 
-class Lenient(Net):
-    """Loads the keys that it finds, and has a key that no file has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.strict_loading = False
-        self.extra = nn.Linear(2, 2)
-
-
-class Evaluated(NamedTuple):
-    """The results of a model with a hook, and the weights of a lenient one."""
-
-    weights: dict[str, Tensor]  # of the model with a hook
-    seen: Tensor  # by the hook
-    kept: Tensor  # by the hook
-    lenient: dict[str, Tensor]  # the weights of the lenient model
-
-
-def evaluated(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> Evaluated:
-    swaps = SwapsWeights()
-    lenient = Lenient()
-    extra = lenient.extra.weight.detach().clone()
+def evaluated(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> dict[str, Any]:
+    """Return what the hook saw and kept, the weights that were loaded, and whether the file
+    is still mapped.
+    """
+    model = SwapsWeights()
     path = checkpointing.reachable(path, directory, is_mapped=is_mapped)
-    for model in (swaps, lenient):
-        checkpointing.trainer_for(kind, directory, RankZeroCheckpointIO()).test(
-            model, ckpt_path=path, verbose=False
-        )
-    training.assert_same(lenient.extra.weight.detach(), extra)
-    return Evaluated(training.weights(swaps), swaps.seen, swaps.kept, training.weights(lenient))
+    trainer = checkpointing.trainer_for(kind, directory, RankZeroCheckpointIO())
+    trainer.test(model, ckpt_path=path, verbose=False)
+    return {
+        "seen": model.seen,
+        "kept": model.kept,
+        "weights": training.weights(model),
+        "is mapped": path.name in Path("/proc/self/maps").read_text(),
+    }
 
 
 @checkpointing.MAPPED_AND_SENT
-def test_hooks_and_models_choose_what_is_loaded(
+def test_a_hook_chooses_what_is_loaded(
     kind: training.Kind, is_mapped: bool, tmp_path: Path
 ) -> None:
-    """`on_load_checkpoint` reads, changes and keeps the file's content; with
-    `strict_loading = False` keys may be missing.
-    """
-    before = checkpointing.train_and_save(tmp_path / "it.ckpt")["weights"]
-    for rank in training.on_ranks(kind, evaluated, tmp_path, tmp_path / "it.ckpt", is_mapped):
-        training.assert_same(rank.seen, before["layers.3.weight"])
-        training.assert_same(rank.kept, before["layers.0.bias"])
-        training.assert_same(rank.weights["layers.3.weight"], before["layers.3.weight"].flip(1))
-        assert not rank.weights["layers.0.bias"].any()
-        training.assert_same({name: rank.lenient[name] for name in before}, before)
-
-
-def on_own_devices(kind: training.Kind, directory: Path, path: Path) -> dict[str, Any]:
-    """Resume with tensors on each rank's own device, and return the state at the start."""
-    io = RankZeroCheckpointIO(map_location="rank")
-    trainer = checkpointing.trainer_for(kind, directory, io, [Keeper()], max_epochs=2)
-    return checkpointing.fit_from(trainer, path)
-
-
-@pytest.mark.parametrize("kind", training.KINDS)
-def test_a_file_from_a_gpu_is_resumed_on_each_ranks_own_device(
-    kind: training.Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With ``map_location="rank"``, CPU ranks resume a file whose tensors were on cuda:1."""
+    """`on_load_checkpoint` reads, changes and keeps the file's content, in memory."""
     path = tmp_path / "it.ckpt"
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:1")
-        before = checkpointing.train_and_save(path, plugins=[RankZeroCheckpointIO()])
-    with pytest.raises(RuntimeError, match="CUDA"):
-        torch.load(path)
-    for state in training.on_ranks(kind, on_own_devices, tmp_path, path):
-        training.assert_same(state, before)
+    before = checkpointing.train_and_save(path)["weights"]
+    torch.save({**torch.load(path), "large": torch.zeros(MAPPED)}, path)
+    for rank in training.on_ranks(kind, evaluated, tmp_path, path, is_mapped):
+        assert not rank["is mapped"]
+        training.assert_same(rank["seen"], before["layers.3.weight"])
+        training.assert_same(rank["kept"], before["layers.0.bias"])
+        training.assert_same(rank["weights"]["layers.3.weight"], rank["seen"].flip(1))
+        assert not rank["weights"]["layers.0.bias"].any()
 
 
 def use_the_plugin_alone(kind: training.Kind, directory: Path, path: Path) -> None:
@@ -188,3 +120,76 @@ def test_the_plugin_serves_a_stock_strategy_alone(tmp_path: Path) -> None:
     training.on_ranks("stock", use_the_plugin_alone, tmp_path, path)
     alone = Net.load_from_checkpoint(tmp_path / "stock" / "alone.ckpt")
     training.assert_same(training.weights(alone), torch.load(path)["state_dict"])
+
+
+# Files that hooks read.
+
+
+HOOKS = ("setup", "on_fit_start", "on_train_start", "on_train_batch_start")
+
+
+def save_early(side: training.Kind, directory: Path, model: type[continuing.Net]) -> str:
+    """Return the checkpoint of a run after its first step."""
+    runs = continuing.Training(
+        continuing.shuffled(12), directory, options={"max_epochs": 1, "model": model}
+    )
+    return runs.run("train_batch_end-1").saved["train_batch_end-1"]
+
+
+def load_in_hooks(
+    side: training.Kind, directory: Path, teacher: Path, plain: Path
+) -> dict[str, Any]:
+    """Train, and read files in hooks: a checkpoint on all ranks, and weights on rank 0.
+
+    Return what is read, and what the run trains.
+    """
+    read: list[Any] = []
+
+    def load(trainer: L.Trainer) -> None:
+        read.append(trainer.strategy.load_checkpoint(teacher)["state_dict"])
+        if trainer.is_global_zero:
+            read.append(trainer.strategy.load_checkpoint(plain))
+
+    runs = continuing.Training(
+        continuing.shuffled(12), directory, side=side, options={"max_epochs": 1}
+    )
+    run = runs.run(callbacks=[training.At(hook, load) for hook in HOOKS])
+    return {"read": read, "steps": run.steps, "counts": run.counts, "weights": run.weights}
+
+
+def test_a_file_read_in_a_hook_does_not_change_where_training_starts(tmp_path: Path) -> None:
+    """Training starts at the first batch, and each rank gets the content of the file that it
+    reads, as with stock.
+    """
+    teacher, _ = training.on_ranks("ours", save_early, tmp_path, continuing.Net)
+    plain = tmp_path / "plain.pt"
+    torch.save({"layers.0.weight": torch.ones(4, 1)}, plain)
+    ours, stock = training.on_both(load_in_hooks, tmp_path, Path(teacher), plain)
+    training.assert_same(ours, stock)
+    assert len(ours[0]["read"]) == 2 * len(HOOKS)
+
+
+class Tuned(continuing.Net):
+    """Has the one optimiser that a finder of learning rates needs."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def find_a_rate(side: training.Kind, directory: Path, path: str) -> dict[str, Any]:
+    """Resume a run that first looks for a learning rate, which needs four more steps.
+
+    Return the epoch and batch of each step, and the counts at the end.
+    """
+    finder = LearningRateFinder(num_training_steps=4, update_attr=False)
+    options = {"max_epochs": 2, "default_root_dir": directory}
+    runs = continuing.Training(continuing.shuffled(12), directory, side=side, options=options)
+    run = runs.run(model=Tuned, callbacks=[finder], ckpt_path=path)
+    return {"moments": [step.moment for step in run.steps], "counts": run.counts}
+
+
+def test_a_finder_of_learning_rates_restores_its_own_file(tmp_path: Path) -> None:
+    """After the search, training continues with the batch after the file's, as with stock."""
+    path, _ = training.on_ranks("ours", save_early, tmp_path, Tuned)
+    ours, stock = training.on_both(find_a_rate, tmp_path, path)
+    assert ours == stock

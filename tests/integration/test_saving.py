@@ -1,110 +1,64 @@
-"""Failed saves: every rank raises the same error, and the previous file stays whole."""
+"""Failed and killed saves: every rank raises the same error, and a whole checkpoint is left."""
 
+import os
+import random
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
 
 from lightning_ddp_ext import (
     CheckpointSaveError,
     DDPExtError,
     RankZeroCheckpoint,
+    RankZeroCheckpointIO,
 )
-from tests.harness import training
+from tests.harness import ranks, training
 from tests.harness.training import Net
 from tests.integration import checkpointing
 
 
-class SaveEachEpoch(L.Callback):
-    """Saves at the end of each epoch; the second checkpoint is too large for the disk.
-
-    Attributes:
-        errors: the error, under the name of the call that raised it.
-    """
-
-    def __init__(self, path: Path, *, catch: bool) -> None:
-        self.path = path
-        self.catch = catch
-        self.errors: dict[str, str] = {}
-
-    def on_save_checkpoint(
-        self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        if trainer.current_epoch == 1:
-            checkpoint["ballast"] = torch.zeros(16 << 20, dtype=torch.uint8)
-
-    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        try:
-            trainer.save_checkpoint(self.path)
-        except DDPExtError as error:
-            self.errors["save"] = f"{type(error).__name__}: {error}"
-            if not self.catch:
-                raise
-
-
-class Fitted(NamedTuple):
-    errors: dict[str, str]  # by the call that raised it: the save, ``fit``, or both
-    epoch: int
+def add_ballast(trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+    """Make the checkpoint of the second epoch too large for the disk."""
+    if trainer.current_epoch == 1:
+        checkpoint["ballast"] = torch.zeros(16 << 20, dtype=torch.uint8)
 
 
 def fit_on_full_disk(
-    kind: training.Kind, directory: Path, callback: SaveEachEpoch, background: bool, epochs: int
-) -> Fitted:
-    io = checkpointing.make_io(is_background=background)
-    trainer = checkpointing.trainer_for(kind, directory, io, [callback], max_epochs=epochs)
-    try:
+    kind: training.Kind, directory: Path, path: Path, is_background: bool, epochs: int
+) -> tuple[str, int]:
+    """Save at the end of each epoch; return the error, and the number of epochs before it."""
+    saving = LambdaCallback(
+        on_save_checkpoint=add_ballast,
+        on_train_epoch_end=lambda trainer, module: trainer.save_checkpoint(path),
+    )
+    io = checkpointing.make_io(is_background=is_background)
+    trainer = checkpointing.trainer_for(kind, directory, io, [saving], max_epochs=epochs)
+    with pytest.raises(CheckpointSaveError) as caught:
         trainer.fit(Net())
-    except DDPExtError as error:
-        callback.errors["fit"] = f"{type(error).__name__}: {error}"
-    return Fitted(callback.errors, trainer.current_epoch)
-
-
-class FullDisk(NamedTuple):
-    """How a run saves on a full disk, and which calls raise the error.
-
-    Attributes:
-        kind: whose strategy the Trainer has; our checkpoint IO saves in both.
-        background: whether saves are in the background.
-        catch: whether the callback catches an error.
-        epochs: the number of epochs to train.
-        raised_by: the calls that raise the error.
-        ends_after: the number of epochs after which ``fit`` ends.
-    """
-
-    kind: training.Kind
-    background: bool
-    catch: bool
-    epochs: int
-    raised_by: set[str]
-    ends_after: int
-
-
-# The save of the second epoch fails. If it was in the background, the save of the third
-# epoch raises its error, or the end of fit if there is no third one.
-FULL_DISKS = {
-    "caught": FullDisk(
-        "ours", background=False, catch=True, epochs=2, raised_by={"save"}, ends_after=2
-    ),
-    "raised": FullDisk(
-        "stock", background=False, catch=False, epochs=4, raised_by={"save", "fit"}, ends_after=1
-    ),
-    "raised by the next save": FullDisk(
-        "ours", background=True, catch=False, epochs=4, raised_by={"save", "fit"}, ends_after=2
-    ),
-    "raised at the end": FullDisk(
-        "stock", background=True, catch=True, epochs=2, raised_by={"fit"}, ends_after=2
-    ),
-}
+    return str(caught.value), trainer.current_epoch
 
 
 @pytest.mark.lowest
-@pytest.mark.parametrize("case", FULL_DISKS.values(), ids=FULL_DISKS)
+@pytest.mark.parametrize(
+    ("kind", "is_background", "epochs", "ends_after"),
+    [
+        pytest.param("stock", False, 4, 1, id="raised"),
+        pytest.param("ours", True, 4, 2, id="raised by the next save"),
+        pytest.param("stock", True, 2, 2, id="raised at the end"),
+    ],
+)
 def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
-    case: FullDisk, disk: Path, tmp_path: Path
+    kind: training.Kind,
+    is_background: bool,
+    epochs: int,
+    ends_after: int,
+    disk: Path,
+    tmp_path: Path,
 ) -> None:
     """Every rank raises the system's reason, and the earlier checkpoint stays whole.
 
@@ -112,72 +66,33 @@ def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
     by the end of ``fit``.
     """
     path = disk / "it.ckpt"
-    callback = SaveEachEpoch(path, catch=case.catch)
-    fitted, of_rank_1 = training.on_ranks(
-        case.kind, fit_on_full_disk, tmp_path, callback, case.background, case.epochs
-    )
-    assert fitted == of_rank_1
-    assert fitted.errors.keys() == case.raised_by
-    assert fitted.epoch == case.ends_after
-    reason = f"CheckpointSaveError: cannot save checkpoint {path}: No space left on device; check"
-    assert all(error.startswith(reason) for error in fitted.errors.values()), fitted.errors
+    for error, epoch in training.on_ranks(
+        kind, fit_on_full_disk, tmp_path, path, is_background, epochs
+    ):
+        assert error.startswith(f"cannot save checkpoint {path}: No space left on device; check")
+        assert epoch == ends_after
     assert torch.load(path)["epoch"] == 0
     assert [file.name for file in disk.iterdir()] == ["it.ckpt"]
 
 
-def saved_with_a_function(kind: training.Kind, directory: Path) -> list[str]:
-    """Return the errors of saving a function in a run: in the foreground, and in the
-    background.
+def saved_after_a_failure(kind: training.Kind, directory: Path) -> str:
+    """Save after the training, where nothing would wait for it: to a device, whose error
+    is returned, and to a file.
     """
-
-    class Adds(L.Callback):
-        def on_save_checkpoint(
-            self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]
-        ) -> None:
-            checkpoint["function"] = lambda: None
-
-    errors = []
-    save = training.At(
-        "on_train_epoch_end", lambda trainer: trainer.save_checkpoint(directory / "it.ckpt")
-    )
-    for is_background in (False, True):
-        io = checkpointing.make_io(is_background=is_background)
-        trainer = checkpointing.trainer_for(kind, directory, io, [Adds(), save], max_epochs=1)
-        with pytest.raises(DDPExtError) as caught:
-            trainer.fit(Net())
-        errors.append(str(caught.value))
-    return errors
-
-
-def saved_after_a_failure(kind: training.Kind, directory: Path) -> list[str]:
-    """Return the errors of saving after the training, where nothing would wait for it."""
     trainer = checkpointing.trainer_for(
         kind, directory, checkpointing.make_io(is_background=True), max_epochs=1
     )
     trainer.fit(Net())
-    errors = []
-    for name in ("missing\0", "it.ckpt"):
-        try:
-            trainer.save_checkpoint(directory / name)
-        except (DDPExtError, ValueError) as error:
-            errors.append(str(error))
-    return errors
-
-
-def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
-    """The error names the object on every rank, and nothing is left."""
-    errors, of_rank_1 = training.on_ranks("ours", saved_with_a_function, tmp_path)
-    assert errors == of_rank_1
-    assert all("saved_with_a_function.<locals>.Adds" in error for error in errors)
-    assert not list((tmp_path / "ours").glob("*.ckpt"))
+    with pytest.raises(CheckpointSaveError) as caught:
+        trainer.save_checkpoint("/dev/null/it.ckpt")
+    trainer.save_checkpoint(directory / "it.ckpt")
+    return str(caught.value)
 
 
 def test_a_save_after_the_training_is_finished_when_it_returns(tmp_path: Path) -> None:
     """Every rank raises its error once, and the next save succeeds."""
-    errors, of_rank_1 = training.on_ranks("ours", saved_after_a_failure, tmp_path)
-    assert errors == of_rank_1
-    [error] = errors
-    assert "embedded null byte" in error
+    for error in training.on_ranks("ours", saved_after_a_failure, tmp_path):
+        assert error.startswith("cannot save checkpoint /dev/null/it.ckpt: ")
     assert torch.load(tmp_path / "ours" / "it.ckpt")["epoch"] == 1
 
 
@@ -202,14 +117,15 @@ def raises_in_training(
     return f"{caught.type.__name__}: {caught.value}"
 
 
-OURS_ON_EXCEPTION = partial(RankZeroCheckpoint, save_on_exception=True, save_last=True)
-
-
 @pytest.mark.parametrize(
     ("make", "background"),
     [
         pytest.param(OnExceptionCheckpoint, False, id="Lightning's"),
-        pytest.param(OURS_ON_EXCEPTION, True, id="ours, in the background"),
+        pytest.param(
+            partial(RankZeroCheckpoint, save_on_exception=True, save_last=True),
+            True,
+            id="ours, in the background",
+        ),
     ],
 )
 def test_an_exception_leaves_its_checkpoint(make: Any, background: bool, tmp_path: Path) -> None:
@@ -225,25 +141,13 @@ def test_an_exception_leaves_its_checkpoint(make: Any, background: bool, tmp_pat
     assert torch.load(tmp_path / "rest.ckpt")["global_step"] == 2
 
 
-class ErrorsAfterAbort(NamedTuple):
-    """The error that ``fit`` raised, and the one that a save after it raised."""
-
-    fitting: str
-    saving: str
-
-
-def fails_over_nccl(kind: training.Kind, directory: Path) -> ErrorsAfterAbort:
-    """Fail on rank 1 in a step, and save after ``fit``."""
-
-    def write_earlier(trainer: L.Trainer) -> None:
-        for name in ("rest.ckpt", "last.ckpt"):
-            (directory / name).write_text("earlier")
-
+def fails_over_nccl(kind: training.Kind, directory: Path) -> list[str]:
+    """Fail on rank 1 in a step, and save after ``fit``; return the errors of both."""
+    earlier = directory / "rest.ckpt"
     callbacks = [
-        training.At("on_train_start", write_earlier),
+        training.At("on_train_start", lambda _: earlier.write_text("earlier")),
         training.At("on_train_batch_start", fail_on_rank_1, earlier=2),
         OnExceptionCheckpoint(directory, "rest"),
-        RankZeroCheckpoint(directory, save_on_exception=True, save_last=True),
     ]
     strategy = training.make_strategy(
         "ours", directory, process_group_backend=training.backend("nccl_stand_in")
@@ -252,8 +156,8 @@ def fails_over_nccl(kind: training.Kind, directory: Path) -> ErrorsAfterAbort:
     with pytest.raises((ValueError, DDPExtError)) as fitting:
         trainer.fit(Net())
     with pytest.raises(CheckpointSaveError) as saving:
-        trainer.save_checkpoint(directory / "rest.ckpt")
-    return ErrorsAfterAbort(f"{fitting.type.__name__}: {fitting.value}", str(saving.value))
+        trainer.save_checkpoint(earlier)
+    return [f"{fitting.type.__name__}: {fitting.value}", str(saving.value)]
 
 
 def test_nothing_is_saved_once_nccl_was_aborted(tmp_path: Path) -> None:
@@ -262,13 +166,107 @@ def test_nothing_is_saved_once_nccl_was_aborted(tmp_path: Path) -> None:
     ``fit`` still raises the cause. Before its abort, the rank that fails saves its step.
     """
     other, failed = training.on_ranks("ours", fails_over_nccl, tmp_path)
-    assert other.fitting.startswith("RankFailedError: ")
-    assert failed.fitting == "ValueError: on purpose"
-    for errors in (other, failed):
-        assert "NCCL was aborted after a failure" in errors.saving
-    directory = tmp_path / "ours"
-    assert [(directory / name).read_text() for name in ("rest.ckpt", "last.ckpt")] == [
-        "earlier"
-    ] * 2
-    [saved] = directory.rglob("last-preempted.ckpt")
+    assert other[0].startswith("RankFailedError: ")
+    assert failed[0] == "ValueError: on purpose"
+    for _, error_of_save in (other, failed):
+        assert "NCCL was aborted after a failure" in error_of_save
+    assert (tmp_path / "ours" / "rest.ckpt").read_text() == "earlier"
+    [saved] = tmp_path.rglob("last-preempted.ckpt")
     assert torch.load(saved)["global_step"] == 2
+
+
+# Ranks that die during a save, and killed saves.
+
+
+class Waits:
+    """Blocks its pickling until the test allows it."""
+
+    def __reduce__(self) -> Any:
+        ranks.hold("saving")
+        return Waits, ()
+
+
+def add_waits(trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+    checkpoint["waits"] = Waits()
+
+
+def save_slowly(rank: int, world_size: int, directory: Path, save_deadline: float) -> None:
+    save = training.At(
+        "on_train_epoch_end", lambda trainer: trainer.save_checkpoint(directory / "it.ckpt")
+    )
+    strategy = {"save_deadline": save_deadline, "stop_checkpoint": None}
+    slow = LambdaCallback(on_save_checkpoint=add_waits)
+    training.fit("ours", directory, Net(), slow, save, strategy=strategy, max_epochs=1)
+
+
+def kill_rank_1_during_save(processes: ranks.RankProcesses) -> None:
+    """Kill rank 1 while rank 0 saves, which it does until it is released."""
+    processes.wait_for("saving", rank=0)
+    processes.kill(1)
+    processes.wait_for_output(
+        "This rank will finish writing its checkpoint before it exits", rank=0
+    )
+
+
+def test_a_save_is_finished_when_another_rank_dies(tmp_path: Path) -> None:
+    """Rank 0 finishes its save, which needs no other rank, and then exits."""
+    with ranks.RankProcesses(save_slowly, 2, tmp_path, save_deadline=60) as processes:
+        kill_rank_1_during_save(processes)
+        processes.release(0)
+        outcome, _ = processes.wait()
+    assert outcome.exit_code != 0
+    assert "rank 1" in outcome.failure.message
+    assert torch.load(tmp_path / "it.ckpt", weights_only=False)["global_step"] == 4
+    assert not list(tmp_path.glob(".ddpx-*.partial"))
+
+
+def test_a_save_that_takes_too_long_when_another_rank_dies_is_given_up(tmp_path: Path) -> None:
+    """Rank 0 exits after ``save_deadline`` seconds, and there is no checkpoint."""
+    with ranks.RankProcesses(save_slowly, 2, tmp_path, save_deadline=1) as processes:
+        kill_rank_1_during_save(processes)
+        outcome, _ = processes.wait()
+    assert outcome.exit_code != 0
+    assert not (tmp_path / "it.ckpt").exists()
+
+
+KILLS = max(50, int(os.environ.get("SOAK_COUNT", 0))) // 2
+NAMES = "abcd"
+
+
+def save_without_end(rank: int, world_size: int, path: Path) -> None:
+    """Save one checkpoint after another, each filled with the number after the last one's."""
+    number = torch.load(path)["number"] if path.exists() else 0
+    while True:
+        number += 1
+        weights = {name: torch.full((50_000,), number) for name in NAMES}
+        RankZeroCheckpointIO().save_checkpoint({"number": number, **weights}, path)
+        ranks.announce("saved", number)
+
+
+def spin(share: float) -> None:
+    """Let a share of the time of about one save pass, in work rather than in sleep."""
+    for _ in range(int(share * 4)):
+        torch.rand(100_000).sort()
+
+
+def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """Kills at random times leave a whole file, and at most one partial file each."""
+    path = tmp_path / "it.ckpt"
+    times = random.Random(1)
+    interrupted = 0
+    for _ in range(KILLS):
+        with ranks.RankProcesses(save_without_end, 1, path) as writer:
+            reported = writer.wait_for("saved", rank=0)
+            spin(times.random())
+            writer.kill(0)
+        leftovers = list(tmp_path.glob(".ddpx-*.partial"))
+        assert len(leftovers) <= 1
+        assert {*tmp_path.iterdir()} == {path, *leftovers}
+        for leftover in leftovers:
+            leftover.unlink()
+            interrupted += 1
+        saved = RankZeroCheckpointIO().load_checkpoint(path)
+        number = saved["number"]
+        assert number >= reported, "a finished save is lost"
+        assert all(torch.all(saved[name] == number) for name in NAMES), "it is of one save"
+    assert interrupted > KILLS / 10, "too few kills at random times have interrupted a save"

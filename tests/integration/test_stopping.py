@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 
 from tests.harness import ranks
 from tests.harness.scripts import run_script
@@ -40,7 +39,6 @@ class Place(NamedTuple):
 OF_COMMAND = "checkpoints/*-????????-1/last-preempted.ckpt"
 PLACES = {
     "as Lightning chooses": Place(OF_COMMAND, lambda root: {"logger": True}),
-    "fixed version": Place(OF_COMMAND, lambda root: {"logger": CSVLogger(root, version="fixed")}),
     "no logger": Place(OF_COMMAND, lambda root: {}),
     "no callback": Place(OF_COMMAND, lambda root: {"logger": True, "enable_checkpointing": False}),
     "dirpath": Place(
@@ -78,30 +76,18 @@ def stop_rank_one() -> L.Callback:
     return continuing.signalled("on_train_batch_end", 1, ranks=[1])
 
 
-class TwoRuns(NamedTuple):
-    """A stopped run, and the same command run again.
-
-    Attributes:
-        saved: the stop checkpoints after the stopped run.
-        remaining: the stop checkpoints and their folders after the resumed run.
-    """
-
-    stopped: continuing.Run
-    saved: list[Path]
-    resumed: continuing.Run
-    remaining: list[Path]
-
-
-def run_twice(rank: int, world_size: int, directory: Path, name: str) -> TwoRuns:
+def run_twice(rank: int, world_size: int, directory: Path, name: str) -> None:
     """Run a command that is stopped, and run it again."""
     place = PLACES[name]
     root = directory / name
     stopped = run_command(place, root, stop_rank_one())
-    saved = list(root.glob(place.pattern))
+    assert stopped.status == SIGTERM_STATUS
+    assert len(list(root.glob(place.pattern))) == 1
     dist.barrier()
     resumed = run_command(place, root)
-    remaining = [*root.rglob(Path(place.pattern).name), *root.rglob("*-????????-1")]
-    return TwoRuns(stopped, saved, resumed, remaining)
+    assert (resumed.status, begin_of(resumed)) == (None, RESUMED)
+    assert len(stopped.steps + resumed.steps) == STEPS
+    assert [*root.rglob(Path(place.pattern).name), *root.rglob("*-????????-1")] == []
 
 
 # One of them is enough for `make fast`.
@@ -113,12 +99,7 @@ def test_the_same_command_continues_wherever_it_saves(name: str, tmp_path: Path)
     """The directory may be new in each run. A finished run leaves neither the stop checkpoint
     nor its folder.
     """
-    for runs in ranks.run_ranks(run_twice, 2, tmp_path, name):
-        assert (runs.stopped.status, runs.resumed.status) == (SIGTERM_STATUS, None)
-        assert len(runs.saved) == 1
-        assert begin_of(runs.resumed) == RESUMED
-        assert len(runs.stopped.steps + runs.resumed.steps) == STEPS
-        assert runs.remaining == []
+    ranks.run_ranks(run_twice, 2, tmp_path, name)
 
 
 def run_alone(
@@ -147,69 +128,59 @@ def run_alone(
     return begin_of(run) if run.steps else "without a step"
 
 
-class Launched(NamedTuple):
-    """A command on one rank."""
-
-    begin: str
-    output: str
-
-
-def launch_alone(directory: Path, *words: str, **options: Any) -> Launched:
+def launch_alone(directory: Path, *words: str, **options: Any) -> ranks.Outcome:
     [outcome] = ranks.launch_ranks(run_alone, 1, directory, *words, **options)
     assert outcome.exit_code == 0, outcome.story()
-    return Launched(outcome.result, outcome.output)
+    return outcome
 
 
 def test_another_command_leaves_a_stop_checkpoint(tmp_path: Path) -> None:
-    """Two experiments may share a directory. One line names the folder that is left."""
-    assert launch_alone(tmp_path, "--lr", "1", stops=True).begin == FROM_START
+    """Two experiments may share a directory. One line names the folder that is left.
+
+    A first run logs where it would save.
+    """
+    first = launch_alone(tmp_path, "--lr", "1", stops=True)
+    assert first.result == FROM_START
+    line = "ckpt_path='last': no checkpoint yet; if the run ends early, it saves "
+    assert first.output.count(line) == 1
     [left] = tmp_path.glob("checkpoints/*-????????-1")
     other = launch_alone(tmp_path, "--lr", "2", stops=False)
-    assert other.begin == FROM_START
+    assert other.result == FROM_START
     assert f"in {left.parent}, {left.name} belong to other commands or fits" in other.output
     same = launch_alone(tmp_path, "--lr", "1", "--ckpt_path", "last", stops=False)
-    assert same.begin == RESUMED
+    assert same.result == RESUMED
 
 
 def test_a_trial_run_keeps_the_stop_checkpoint(tmp_path: Path) -> None:
     """A trial run finishes without a step, so the next run still needs the file."""
     launch_alone(tmp_path, stops=True)
     for trial in ({"fast_dev_run": True}, {"limit_train_batches": 0}):
-        assert launch_alone(tmp_path, stops=False, trial=trial).begin == "without a step"
-    assert launch_alone(tmp_path, stops=False).begin == RESUMED
-
-
-def test_a_first_run_with_last_names_the_file_of_a_later_one(tmp_path: Path) -> None:
-    """A run without a checkpoint starts anew, and logs where it would save one."""
-    launched = launch_alone(tmp_path, stops=False)
-    assert launched.begin == FROM_START
-    line = "ckpt_path='last': no checkpoint yet; if the run ends early, it saves "
-    assert launched.output.count(line) == 1
+        assert launch_alone(tmp_path, stops=False, trial=trial).result == "without a step"
+    assert launch_alone(tmp_path, stops=False).result == RESUMED
 
 
 FOLDS = 3
 
 
 def cross_validate(
-    rank: int, world_size: int, directory: Path, name: str, stopped_fold: int | None
+    rank: int, world_size: int, directory: Path, stopped_fold: int | None
 ) -> list[str]:
     """Return where each fold begins, until one is stopped."""
     begins = []
     for fold in range(FOLDS):
         callbacks = [stop_rank_one()] if fold == stopped_fold else []
-        run = run_command(PLACES[name], directory / name, *callbacks)
+        run = run_command(PLACES["as Lightning chooses"], directory / "folds", *callbacks)
         begins.append(begin_of(run))
         if run.status is not None:
             break
     return begins
 
 
-@pytest.mark.parametrize("name", ["as Lightning chooses", "no logger"])
-def test_each_fit_of_a_script_finds_its_own_stop_checkpoint(name: str, tmp_path: Path) -> None:
+def test_each_fit_of_a_script_finds_its_own_stop_checkpoint(tmp_path: Path) -> None:
     """No fold of a cross-validation resumes from or replaces another fold's file."""
 
     def run_again(stopped_fold: int | None) -> list[str]:
-        first, second = ranks.run_ranks(cross_validate, 2, tmp_path, name, stopped_fold)
+        first, second = ranks.run_ranks(cross_validate, 2, tmp_path, stopped_fold)
         assert first == second
         return list(first)
 
@@ -254,11 +225,11 @@ class Ending(L.Callback):
 
     def on_train_batch_start(self, trainer, *_):
         if str(trainer.global_step) == os.environ["ENDS_AT"]:
-            END
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":
-    BEGIN
+    os.chdir(Path(__file__).parent)
     trainer = L.Trainer(
         strategy="ddp_ext",
         devices=1,
@@ -270,33 +241,16 @@ if __name__ == "__main__":
     )
     trainer.fit(BoringModel(), ckpt_path="last")
 """
-RAISES = "raise ValueError('a broken sample')"
-STOPS = "os.kill(os.getpid(), signal.SIGTERM)"
-STAYS = "pass"
-GOES_TO_SCRIPT = "os.chdir(Path(__file__).parent)"
 BY_TORCHRUN = "python -m torch.distributed.run --nproc-per-node=1 $0"
 
 
-@pytest.mark.parametrize(
-    ("end", "begin", "starts", "steps"),
-    [
-        (RAISES, STAYS, ["python train.py", "python $0", BY_TORCHRUN], [0, 10, 20]),
-        (
-            STOPS,
-            GOES_TO_SCRIPT,
-            ["python train.py", "cd elsewhere; python ../train.py", "python $0"],
-            [0, 11, 21],
-        ),
-    ],
-)
-def test_a_command_continues_however_it_is_started(
-    end: str, begin: str, starts: list[str], steps: list[int], tmp_path: Path
-) -> None:
+def test_a_command_continues_however_it_is_started(tmp_path: Path) -> None:
     """Each of three runs continues the one before, with a relative root directory."""
     script = tmp_path / "train.py"
-    script.write_text(COMMAND.replace("END\n", f"{end}\n").replace("BEGIN", begin))
+    script.write_text(COMMAND)
     (tmp_path / "elsewhere").mkdir()
-    for start, step, ends_at in zip(starts, steps, ("10", "20", ""), strict=True):
+    starts = ["python train.py", "cd elsewhere; python ../train.py", BY_TORCHRUN]
+    for start, step, ends_at in zip(starts, (0, 11, 21), ("10", "20", ""), strict=True):
         shell = ("sh", "-c", start)
         run = run_script(script, launcher=shell, cwd=tmp_path, env={"ENDS_AT": ends_at})
         assert f"starts at step {step}\n" in run.output, run.story()
