@@ -7,7 +7,7 @@ nothing is lost.
 4. The same command runs again, and continues.
 
 ``make soak`` tries any number of seeds. This module is also the script that trains, as
-``test_faults.py DIRECTORY WORLD_SIZE START_METHOD DURING``.
+``test_faults.py DIRECTORY WORLD_SIZE START_METHOD IS_BACKGROUND``.
 """
 
 import contextlib
@@ -66,7 +66,6 @@ FaultKind = Literal["kill", "raise", "cut", "stop", "term"]
 # How ranks are started: by hand, by a script that is rank 0 (popen), or by a process
 # that is not a rank itself.
 Start = Literal["by hand", "by hand, two hosts", "popen", "torchrun", "fork", "spawn"]
-During = Literal["saves", "background saves"]
 
 SIGNALS: dict[FaultKind, int] = {
     "kill": signal.SIGKILL,
@@ -77,8 +76,6 @@ SIGNALS: dict[FaultKind, int] = {
 TWO_HOSTS: Start = "by hand, two hosts"
 BY_HAND: tuple[Start, ...] = ("by hand", TWO_HOSTS)
 LAUNCHED: tuple[Start, ...] = ("torchrun", "fork", "spawn")
-DURING: tuple[During, ...] = ("saves", "background saves")
-FAILED = 1  # the exit status of a rank that raises
 STOPPED = 128 + signal.SIGTERM  # the exit status of a rank that stops on SIGTERM
 # See "Maximum delays" in docs/guides/hangs.md. After a death the main thread
 # raises or the process ends; what then runs, and the end of the process, each have the
@@ -119,12 +116,13 @@ class Case:
     seed: int
     start: Start
     world_size: int
-    during: During
+    is_background: bool  # saves in the background, beside a loader worker
     faults: tuple[Fault, ...]
 
     def __str__(self) -> str:
         faults = ", then ".join(map(str, self.faults))
-        return f"seed {self.seed}: {faults}, of {self.world_size} {self.start}, {self.during}"
+        during = "background saves" if self.is_background else "saves"
+        return f"seed {self.seed}: {faults}, of {self.world_size} {self.start}, {during}"
 
     @property
     def kinds(self) -> set[FaultKind]:
@@ -143,7 +141,7 @@ def draw(seed: int) -> Case:
     is_start_fast = start in (*BY_HAND, "fork")  # the others import torch anew
     world_size = chance.choice((2, 3)) if is_start_fast else 2
     faults = draw_faults(chance, start, world_size)
-    return Case(seed, start, world_size, chance.choice(DURING), faults)
+    return Case(seed, start, world_size, chance.choice((False, True)), faults)
 
 
 def draw_faults(chance: random.Random, start: Start, world_size: int) -> tuple[Fault, ...]:
@@ -222,13 +220,11 @@ class TellingIO(RankZeroCheckpointIO):
 
 
 def train(
-    directory: Path, devices: int, during: str, max_epochs: int = -1, **options: Any
+    directory: Path, devices: int, is_background: bool, max_epochs: int = -1, **options: Any
 ) -> Counting:
     """Train from the newest checkpoint on, and save every third step; return the model."""
     L.seed_everything(8 if any(directory.rglob("*.ckpt")) else 7, verbose=False)
-    io: Any = TellingIO()
-    if during == "background saves":
-        io = AsyncCheckpointIO(io)
+    io = AsyncCheckpointIO(TellingIO()) if is_background else TellingIO()
     saver = RankZeroCheckpoint(directory, "{step}", every_n_train_steps=3, save_last=True)
     trainer = make_trainer(
         DDPExtStrategy(checkpoint_io=io, **LIMITS, **options),
@@ -238,7 +234,7 @@ def train(
         enable_checkpointing=True,
         callbacks=[saver],
     )
-    model = Counting(devices, has_worker=during == "background saves")
+    model = Counting(devices, has_worker=is_background)
     trainer.fit(model, ckpt_path="last")
     return model
 
@@ -250,27 +246,29 @@ def write_to(directory: Path) -> None:
         os.dup2(output, stream.fileno())
 
 
-def train_by_hand(rank: int, world_size: int, directory: Path, url: str, during: str) -> None:
+def train_by_hand(
+    rank: int, world_size: int, directory: Path, url: str, is_background: bool
+) -> None:
     """Train on one of the ranks that a user starts by hand."""
     write_to(directory)
-    train(directory, world_size, during, init_method=url)
+    train(directory, world_size, is_background, init_method=url)
 
 
 def run_again(
-    rank: int, world_size: int, directory: Path, during: str, max_epochs: int
+    rank: int, world_size: int, directory: Path, is_background: bool, max_epochs: int
 ) -> tuple[Tensor, Tensor]:
     """Run the same command again until ``max_epochs``; return how often each sample was
     read, and the steps.
     """
     model = train(
-        directory, world_size, during, max_epochs, init_method=f"file://{directory}/again"
+        directory, world_size, is_background, max_epochs, init_method=f"file://{directory}/again"
     )
     return model.seen.detach(), model.steps.detach()[::500].clone()
 
 
-def main(directory: str, world_size: str, start_method: str, during: str) -> None:
+def main(directory: str, world_size: str, start_method: str, is_background: str) -> None:
     write_to(Path(directory))
-    train(Path(directory), int(world_size), during, start_method=start_method)
+    train(Path(directory), int(world_size), is_background == "True", start_method=start_method)
 
 
 # The run, and its faults.
@@ -355,7 +353,7 @@ def start(case: Case, directory: Path, hosts: Network | None) -> RankProcesses:
     script = __file__
     # torchrun sets the ranks' variables, which hold for each start method.
     start_method = "popen" if case.start == "torchrun" else case.start
-    arguments = [str(directory), str(case.world_size), start_method, case.during]
+    arguments = [str(directory), str(case.world_size), start_method, str(case.is_background)]
     if case.start == "torchrun":
         nproc = f"--nproc-per-node={case.world_size}"
         arguments = ["--standalone", nproc, script, *arguments]
@@ -373,23 +371,19 @@ def start_by_hand(case: Case, directory: Path, hosts: Network | None) -> RankPro
         places = [hosts[rank == case.faults[0].rank] for rank in range(case.world_size)]
         address = places[0].address
     url = f"tcp://{address}:{free_port()}" if case.seed % 2 else f"file://{directory}/store"
-    arguments = (case.world_size, directory, url, case.during)
+    arguments = (case.world_size, directory, url, case.is_background)
     env = ENV | by_hand_env(case.world_size)
     return RankProcesses(
         train_by_hand, *arguments, namespaces=places, env=env, time_limit=TIME_LIMIT
     )
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a run ended after its strikes."""
-
-    late: list[str]  # the ranks that did not exit in time
-    outcomes: list[Outcome]  # none if a rank is late
-    output: str
-
-
-def strike_and_wait(case: Case, directory: Path, hosts: Network | None) -> Ended:
+def strike_and_wait(
+    case: Case, directory: Path, hosts: Network | None
+) -> tuple[list[str], list[Outcome], str]:
+    """Return the ranks that did not exit in time, the outcomes unless there are such ranks,
+    and the output.
+    """
     with contextlib.ExitStack() as stack:
         processes = stack.enter_context(start(case, directory, hosts))
         run = stack.enter_context(contextlib.closing(Run(case, directory, processes)))
@@ -399,8 +393,7 @@ def strike_and_wait(case: Case, directory: Path, hosts: Network | None) -> Ended
         for pid in stopped_by_fault(run):
             run.signal(pid, signal.SIGKILL)
         outcomes = [] if late else processes.wait()
-        output = run.output + "".join(outcome.output for outcome in outcomes)
-        return Ended(late, outcomes, output)
+        return late, outcomes, run.output + "".join(outcome.output for outcome in outcomes)
 
 
 def stopped_by_fault(run: Run) -> set[int]:
@@ -426,7 +419,7 @@ def exit_codes(case: Case) -> set[int]:
     """Return the exit codes that processes may have after the first fault."""
     if case.kinds == {"term"} and case.start != "torchrun":
         return {STOPPED}
-    expected = {FAILED, -signal.SIGTERM}  # SIGTERM ends a process without a handler
+    expected = {1, -signal.SIGTERM}  # SIGTERM ends a process without a handler
     if "term" in case.kinds:
         expected.add(STOPPED)
     if case.kinds & {"kill", "stop"}:
@@ -504,17 +497,14 @@ def test_a_fault_is_survived(case: Case, tmp_path: Path, request: pytest.Fixture
     The same command then reads each sample once an epoch.
     """
     hosts = request.getfixturevalue("two_hosts") if case.start == TWO_HOSTS else None
-    ended = strike_and_wait(case, tmp_path, hosts)
-    wrong = ended.late or [
-        *wrong_exits(case, ended.outcomes),
-        *wrong_output(case, ended.output),
-    ]
-    wrong += wrong_files(case, tmp_path, ended.output)
-    assert not wrong, "\n".join([f"make soak SEED={case.seed} COUNT=1", *wrong, ended.output])
+    late, outcomes, output = strike_and_wait(case, tmp_path, hosts)
+    wrong = late or [*wrong_exits(case, outcomes), *wrong_output(case, output)]
+    wrong += wrong_files(case, tmp_path, output)
+    assert not wrong, "\n".join([f"make soak SEED={case.seed} COUNT=1", *wrong, output])
 
     newest = newest_step(map(step_of, tmp_path.rglob("*.ckpt")))
     epochs = newest // STEPS + 2
-    for seen, steps in run_ranks(run_again, case.world_size, tmp_path, case.during, epochs):
+    for seen, steps in run_ranks(run_again, case.world_size, tmp_path, case.is_background, epochs):
         torch.testing.assert_close(seen, torch.full_like(seen, epochs), rtol=0, atol=0.01)
         torch.testing.assert_close(steps, torch.full_like(steps, epochs * STEPS), rtol=0, atol=0.01)
 

@@ -218,6 +218,11 @@ def limit_collectives(seconds: float) -> None:
     context.groups.serve(replace(context.groups.request, timeout=timedelta(seconds=seconds)))
 
 
+def change_timeouts(strategy: Any, **changes: Any) -> None:
+    """Change durations of the control channel, see ``Timeouts``; users cannot choose them."""
+    strategy._rendezvous.timeouts = replace(strategy._rendezvous.timeouts, **changes)
+
+
 def backend(name: str) -> str:
     """Return the name, after registering gloo under it if torch has no such backend; a
     stand-in for NCCL.

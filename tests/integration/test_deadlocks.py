@@ -5,43 +5,24 @@ other wait does.
 import re
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.supervision import status_table
 from lightning_ddp_ext.supervision.status import Status
 from tests.harness import ranks, training
 from tests.harness.training import Linear, Net, Rows
 
 PLACE = r"\S+/test_deadlocks\.py:\d+"
-
-
-class WithoutTargets(Linear):
-    """On rank 1, the loss of a step does not depend on the model."""
-
-    def __init__(self, step: int, has_buffers: bool) -> None:
-        super().__init__()
-        if has_buffers:
-            self.layers = Net().layers
-        self.step = step
-
-    def training_step(self, batch: training.Batch, index: int) -> Tensor:
-        if self.global_rank == 1 and index == self.step:
-            self.loss(batch)
-            return torch.zeros((), requires_grad=True)
-        return super().training_step(batch, index)
 
 
 class Validating(Linear):
@@ -62,6 +43,20 @@ class Validating(Linear):
         return DataLoader(Rows(3 if self.global_rank == 0 else 0), batch_size=1)
 
 
+class EndsEarly(Linear):
+    """Rank 1 ends the epoch before its second batch."""
+
+    def on_train_batch_start(self, batch: training.Batch, index: int) -> int:
+        return -1 if self.global_rank == 1 and index == 1 else 0
+
+
+class LoggedOnRankZero(Linear):
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
+        if self.global_rank == 0:
+            self.log("on_rank_0", 1.0, rank_zero_only=True)
+        return super().training_step(batch, index)
+
+
 class Run(NamedTuple):
     """What a rank trains."""
 
@@ -69,14 +64,15 @@ class Run(NamedTuple):
     options: dict[str, Any]  # of the Trainer
 
 
-Setting = Callable[[int], Run]  # called with the rank
-
-
 def call_on_one_rank(
-    rank: int, *, hook: str, call: Callable[[L.Trainer], object], earlier: int = 0, caller: int = 0
+    hook: str, call: Callable[[L.Trainer], object], *, earlier: int = 0, caller: int = 0
 ) -> Run:
     """Let one rank make a call in a hook."""
     return Run(Linear(), {"callbacks": [training.At(hook, call, earlier=earlier, ranks=[caller])]})
+
+
+def monitored_on_rank_0(callback: L.Callback) -> Run:
+    return Run(LoggedOnRankZero(), {"callbacks": [callback], "enable_checkpointing": True})
 
 
 def read_log_dir(trainer: L.Trainer) -> object:
@@ -87,150 +83,147 @@ def stop(trainer: L.Trainer) -> None:
     trainer.should_stop = True
 
 
-def stop_on_rank_1(rank: int) -> Run:
-    stop_early = training.At("on_train_epoch_end", stop, ranks=[1])
-    return Run(Net(), {"max_epochs": 2, "callbacks": [stop_early]})
-
-
 def gather(trainer: L.Trainer) -> object:
     return trainer.lightning_module.all_gather(torch.ones(2))
 
 
-def form_own_group(trainer: L.Trainer) -> None:
-    trainer.own_group = dist.new_group([0, 1])
-
-
-def reduce_in_own_group(trainer: L.Trainer) -> None:
-    dist.all_reduce(torch.ones(1), group=trainer.own_group)
-
-
-def call_in_own_group_on_rank_0(rank: int) -> Run:
-    callbacks = [
-        training.At("on_fit_start", form_own_group),
-        training.At("on_train_batch_end", reduce_in_own_group, earlier=1, ranks=[0]),
-    ]
-    return Run(Linear(), {"callbacks": callbacks})
-
-
-def leave_out_targets(rank: int, *, step: int, has_buffers: bool = False) -> Run:
-    return Run(WithoutTargets(step, has_buffers), {})
-
-
-def validate_on_rank_0(rank: int) -> Run:
-    return Run(Validating(), {"limit_val_batches": 5})
+def different(call_of_rank_0: str, call_of_rank_1: str, remedy: str) -> str:
+    """Return the sentence about ranks that wait in these calls."""
+    rank_0, rank_1 = (
+        rf"rank {rank} \(host \S+, pid \d+\) is in {call}, {PLACE}"
+        for rank, call in enumerate((call_of_rank_0, call_of_rank_1))
+    )
+    return rf"ranks are waiting for each other in different calls: {rank_0}; {rank_1}; .*{remedy}"
 
 
 # The calls in which ranks wait, as messages name them.
-READING_LOG_DIR = "a broadcast from rank 0"
-GRADIENTS_OF_LINEAR = r"all_reduce #\d+ \[\[5\]\]"
-GRADIENTS_OF_NET = r"all_reduce #\d+ \[\[65\]\]"
-BUFFERS_OF_NET = r"broadcast #\d+ \[\[16\]\]"
-GATHER = r"all_gather #\d+ \[\[2\]\]"  # of ``gather``
-OWN_REDUCTION = r"all_reduce #1 \[\[1\]\] of group \d+"  # of ``reduce_in_own_group``
-LOGGED_VALUES_OF_STEP = r"all_gather #\d+ \[\[256\]\] of group \d+"
-LOGGED_VALIDATION_LOSS = r"the reduction of validation_step\.val_loss \(mean\)"
-METRIC = r"barrier #\d+"
+GRADIENTS = r"all_reduce #\d+ \[\[5\]\]"
 FINAL_BARRIER = "the final barrier of the Trainer's run"
-# The remedies in these messages.
-LOG_DIR = r"such as trainer\.log_dir, on every rank"
-SAME_CALLS = "make sure that every rank makes the same calls in the same order"
-# A setting, the calls in which ranks 0 and 1 then wait, and the remedy.
-DEADLOCKS = [
+# What ranks train, and the sentence with the calls and the remedy.
+DIFFERENT_CALLS = [
     pytest.param(
-        partial(call_on_one_rank, hook="on_before_backward", call=read_log_dir, earlier=1),
-        [READING_LOG_DIR, GRADIENTS_OF_LINEAR],
-        LOG_DIR,
+        call_on_one_rank("on_before_backward", read_log_dir, earlier=1),
+        different("a broadcast from rank 0", GRADIENTS, r"such as trainer\.log_dir, on every rank"),
         id="log_dir in a step",
     ),
+    *[
+        pytest.param(
+            call_on_one_rank(hook, read_log_dir),
+            rf"rank 0 .*began a broadcast from rank 0 \({PLACE}\)",
+            id=f"log_dir {hook}",
+        )
+        for hook in ("on_fit_start", "on_train_end")
+    ],
     pytest.param(
-        stop_on_rank_1,
-        [LOGGED_VALUES_OF_STEP, FINAL_BARRIER],
-        r"if only some ranks set trainer\.should_stop",
+        Run(
+            Net(),
+            {"max_epochs": 2, "callbacks": [training.At("on_train_epoch_end", stop, ranks=[1])]},
+        ),
+        different(
+            r"all_gather #\d+ \[\[256\]\] of group \d+",  # of values that a step logs
+            FINAL_BARRIER,
+            r"if only some ranks set trainer\.should_stop",
+        ),
         id="should_stop",
     ),
     pytest.param(
-        partial(leave_out_targets, step=1, has_buffers=True),
-        [GRADIENTS_OF_NET, BUFFERS_OF_NET],
-        SAME_CALLS,
-        id="no targets in a step",
+        Run(EndsEarly(), {"limit_val_batches": 0}),
+        "or return -1 from on_train_batch_start, let every rank",
+        id="an epoch that ends early",
     ),
     pytest.param(
-        partial(leave_out_targets, step=3),
-        [GRADIENTS_OF_LINEAR, LOGGED_VALIDATION_LOSS],
-        SAME_CALLS,
-        id="no targets in the last step",
-    ),
-    pytest.param(
-        partial(call_on_one_rank, hook="on_train_batch_end", call=gather, earlier=1),
-        [GATHER, GRADIENTS_OF_LINEAR],
-        SAME_CALLS,
+        call_on_one_rank("on_train_batch_end", gather, earlier=1),
+        different(
+            r"all_gather #\d+ \[\[2\]\]",
+            GRADIENTS,
+            "make sure that every rank makes the same calls in the same order",
+        ),
         id="callbacks",
     ),
     pytest.param(
-        call_in_own_group_on_rank_0,
-        [OWN_REDUCTION, GRADIENTS_OF_LINEAR],
-        SAME_CALLS,
-        id="two groups",
-    ),
-    pytest.param(
-        validate_on_rank_0,
-        [METRIC, FINAL_BARRIER],
-        r"if the ranks have different numbers of batches",
+        Run(Validating(), {"limit_val_batches": 5}),
+        different(
+            r"barrier #\d+", FINAL_BARRIER, r"if the ranks have different numbers of batches"
+        ),
         id="no batch for a metric",
     ),
+    *[
+        pytest.param(
+            monitored_on_rank_0(callback),
+            rf"rank 0 .*began a decision of {type(callback).__name__} \({PLACE}\).*; log 'on_rank_0'"
+            " on every rank",
+            id=type(callback).__name__,
+        )
+        for callback in (
+            ModelCheckpoint(monitor="on_rank_0", every_n_train_steps=1, save_top_k=2),
+            EarlyStopping("on_rank_0", strict=False, check_on_train_epoch_end=True),
+        )
+    ],
 ]
 
 
-def make_strategy(directory: Path, seconds: float) -> DDPExtStrategy:
-    """Return a strategy that compares the ranks after some seconds in a call."""
-    strategy = DDPExtStrategy(f"file://{directory}/store")
-    strategy._rendezvous.timeouts = replace(strategy._rendezvous.timeouts, deadlock=seconds)
-    return strategy
-
-
-def fit(
-    rank: int,
-    world_size: int,
-    directory: Path,
-    setting: Setting,
-    *,
-    seconds: float = 0.5,
-) -> None:
-    model, options = setting(rank)
+def fit(rank: int, world_size: int, directory: Path, run: Run, *, seconds: float = 0.5) -> None:
+    """Train; the ranks are compared after some seconds in a call."""
+    strategy = training.make_strategy("ours", directory)
+    training.change_timeouts(strategy, deadlock=seconds)
     options = {
+        "devices": world_size,
         "max_epochs": 1,
         "num_sanity_val_steps": 0,
         "default_root_dir": directory,
-        **options,
+        **run.options,
     }
-    training.make_trainer(make_strategy(directory, seconds), **options).fit(model)
+    training.make_trainer(strategy, **options).fit(run.model)
 
 
-@pytest.mark.parametrize(("setting", "calls", "remedy"), DEADLOCKS)
-def test_ranks_in_different_calls_are_named(
-    setting: Setting, calls: list[str], remedy: str, tmp_path: Path
-) -> None:
-    """Both ranks raise an error with both calls, their lines and a remedy, long before
-    the timeout.
+@pytest.mark.parametrize(("run", "sentence"), DIFFERENT_CALLS)
+def test_ranks_in_different_calls_are_named(run: Run, sentence: str, tmp_path: Path) -> None:
+    """Both ranks raise an error with the calls, their lines and a remedy, long before the
+    timeout.
     """
-    outcomes = ranks.launch_ranks(fit, 2, tmp_path, setting)
-    rank_0, rank_1 = (
-        rf"rank {each.rank} \(host \S+, pid {each.pid}\) is in {call}, {PLACE}"
-        for each, call in zip(outcomes, calls, strict=True)
-    )
-    sentence = (
-        rf"ranks are waiting for each other in different calls: {rank_0}; {rank_1}; .*{remedy}"
-    )
-    for outcome in outcomes:
+    for outcome in ranks.launch_ranks(fit, 2, tmp_path, run):
         assert outcome.failure.type_name == "RankAbsentError", outcome.story()
         assert re.search(sentence, outcome.failure.message), outcome.story()
 
 
-# Waits that are not deadlocks: a rank is busy until the test releases it.
+# A rank is busy until the test releases it.
 
 
 def stay(*_: Any) -> None:
     ranks.hold("busy")
+
+
+def enter_barrier(trainer: L.Trainer) -> None:
+    trainer.strategy.barrier("apart")
+
+
+# Rank 0 waits in a collective, rank 1 in a barrier, and rank 2 works.
+APART = Run(
+    Linear(),
+    {
+        "callbacks": [
+            training.At("on_train_batch_end", do, ranks=[rank])
+            for rank, do in enumerate((gather, enter_barrier, stay))
+        ]
+    },
+)
+
+
+def test_a_deadlock_is_named_while_a_rank_that_is_not_in_it_works(tmp_path: Path) -> None:
+    """Two ranks that wait for each other do not wait until the third one needs them."""
+    with ranks.RankProcesses(fit, 3, tmp_path, APART) as processes:
+        processes.wait_for("busy", 2)
+        outcomes = processes.wait(0, 1)
+        processes.release(2)
+        processes.wait(2)
+    for outcome in outcomes:
+        message = outcome.failure.message
+        assert message.startswith("ranks are waiting for each other in different calls: rank 0 (")
+        assert "; rank 1 (" in message
+        assert "rank 2 (" not in message
+
+
+# Waits that are not deadlocks.
 
 
 class SavesSlowly(TorchCheckpointIO):
@@ -243,12 +236,7 @@ def save(trainer: L.Trainer) -> None:
     trainer.save_checkpoint(f"{trainer.default_root_dir}/it.ckpt")
 
 
-def save_slowly(rank: int) -> Run:
-    saving = training.At("on_train_batch_end", save, earlier=1)
-    return Run(Linear(), {"callbacks": [saving], "plugins": [SavesSlowly()]})
-
-
-def fit_and_announce(rank: int, world_size: int, directory: Path, setting: Setting) -> None:
+def fit_and_announce(rank: int, world_size: int, directory: Path, run: Run) -> None:
     """Train; rank 0 announces each time that it compares statuses of waiting ranks."""
     find = status_table.deadlock_in
 
@@ -258,26 +246,29 @@ def fit_and_announce(rank: int, world_size: int, directory: Path, setting: Setti
         return find(statuses)
 
     status_table.deadlock_in = find_and_announce
-    fit(rank, world_size, directory, setting, seconds=0.2)
+    fit(rank, world_size, directory, run, seconds=0.2)
 
 
 @pytest.mark.parametrize(
-    "setting",
+    "run",
     [
+        pytest.param(call_on_one_rank("on_train_batch_end", stay, earlier=1), id="a callback"),
         pytest.param(
-            partial(call_on_one_rank, hook="on_train_batch_end", call=stay, earlier=1),
-            id="a callback",
+            Run(
+                Linear(),
+                {
+                    "callbacks": [training.At("on_train_batch_end", save, earlier=1)],
+                    "plugins": [SavesSlowly()],
+                },
+            ),
+            id="a long save",
         ),
-        pytest.param(save_slowly, id="a long save"),
-        pytest.param(
-            partial(call_on_one_rank, hook="on_train_end", call=stay), id="work before a barrier"
-        ),
-        pytest.param(partial(call_on_one_rank, hook="setup", call=stay), id="work at the start"),
+        pytest.param(call_on_one_rank("setup", stay), id="work at the start"),
     ],
 )
-def test_a_rank_that_works_can_continue(setting: Setting, tmp_path: Path) -> None:
+def test_a_rank_that_works_can_continue(run: Run, tmp_path: Path) -> None:
     """The other rank waits for it, however often it has the ranks compared."""
-    with ranks.RankProcesses(fit_and_announce, 2, tmp_path, setting) as processes:
+    with ranks.RankProcesses(fit_and_announce, 2, tmp_path, run) as processes:
         processes.wait_for("busy", 0)
         for _ in range(4):
             processes.wait_for("compared", 0)
@@ -290,8 +281,8 @@ def test_a_stopped_process_can_continue(tmp_path: Path) -> None:
     """A process that SIGSTOP stopped and SIGCONT continued finishes, and so do the
     ranks that waited for it.
     """
-    setting = partial(call_on_one_rank, hook="on_train_batch_end", call=stay, earlier=1, caller=1)
-    with ranks.RankProcesses(fit_and_announce, 2, tmp_path, setting) as processes:
+    run = call_on_one_rank("on_train_batch_end", stay, earlier=1, caller=1)
+    with ranks.RankProcesses(fit_and_announce, 2, tmp_path, run) as processes:
         processes.wait_for("busy", 1)
         processes.kill(1, signal.SIGSTOP)
         processes.release(1)

@@ -1,8 +1,7 @@
 """A rank with several of the Trainer's devices, for a model that spans them."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import Any
 
 import lightning as L
 import pytest
@@ -12,8 +11,6 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.integration.data.resume import device_generators
-from lightning_ddp_ext.rendezvous.process_context import current
 from tests.harness import training
 
 
@@ -26,16 +23,13 @@ class Spanning(training.Net):
             layer.to(devices[index % len(devices)])
 
 
-class Run(NamedTuple):
-    """A rank's devices, and the results that must not depend on their number."""
+def train_and_resume(
+    kind: training.Kind, directory: Path, per_rank: int
+) -> tuple[list[str], dict[str, Any]]:
+    """Train, resume and test on two ranks with this number of devices each.
 
-    devices: list[str]
-    has_one_device: bool  # NCCL may connect by it
-    results: dict[str, Any]
-
-
-def train_and_resume(kind: training.Kind, directory: Path, per_rank: int) -> Run:
-    """Train, resume and test on two ranks with this number of devices each."""
+    Return a rank's devices, and the results that must not depend on their number.
+    """
     L.seed_everything(1)
     files = directory / f"{per_rank} per rank"
     model = Spanning()
@@ -49,18 +43,13 @@ def train_and_resume(kind: training.Kind, directory: Path, per_rank: int) -> Run
     training.fit(kind, directory, model, checkpoint, **options)
     resumed = {"max_epochs": 3, "ckpt_path": files / "last.ckpt", **options}
     trainer = training.fit(kind, directory, model, checkpoint, **resumed)
-    context = current()
-    assert context is not None
-    return Run(
-        devices=[str(device) for device in trainer.strategy.rank_devices],
-        has_one_device=context.groups.request.has_one_device,
-        results={
-            "world size": trainer.world_size,
-            "weights": training.weights(model),
-            "steps": trainer.global_step,
-            "tested": trainer.test(model, verbose=False),
-        },
-    )
+    results = {
+        "world size": trainer.world_size,
+        "weights": training.weights(model),
+        "steps": trainer.global_step,
+        "tested": trainer.test(model, verbose=False),
+    }
+    return [str(device) for device in trainer.strategy.rank_devices], results
 
 
 def test_two_devices_a_rank_learn_as_one_does(tmp_path: Path) -> None:
@@ -69,27 +58,18 @@ def test_two_devices_a_rank_learn_as_one_does(tmp_path: Path) -> None:
     """
     ones = training.on_ranks("ours", train_and_resume, tmp_path, 1)
     twos = training.on_ranks("ours", train_and_resume, tmp_path, 2)
-    for one, two in zip(ones, twos, strict=True):
-        assert one.devices == ["cpu"]
-        assert two.devices == ["cpu", "cpu"]
-        assert one.has_one_device
-        assert not two.has_one_device
-        training.assert_same(one.results, two.results)
-        assert one.results["world size"] == 2
-
-
-def with_gpus(count: int, *, local_rank: int = 0) -> DDPExtStrategy:
-    """Return the strategy of a rank with two of so many GPUs."""
-    gpus = [torch.device("cuda", number) for number in range(count)]
-    strategy = DDPExtStrategy(devices_per_rank=2, parallel_devices=gpus)
-    strategy.cluster_environment = LightningEnvironment()
-    strategy.cluster_environment.local_rank = lambda: local_rank
-    return strategy
+    assert [devices for devices, _ in ones] == [["cpu"]] * 2
+    assert [devices for devices, _ in twos] == [["cpu", "cpu"]] * 2
+    results = [results for _, results in ones]
+    training.assert_same(results, [results for _, results in twos])
+    assert results[0]["world size"] == 2
 
 
 def test_a_parameter_on_another_device_than_its_ranks_is_named() -> None:
     """The error names the parameter, its device, and the devices to choose from."""
-    strategy = with_gpus(2)
+    gpus = [torch.device("cuda", number) for number in range(2)]
+    strategy = DDPExtStrategy(devices_per_rank=2, parallel_devices=gpus)
+    strategy.cluster_environment = LightningEnvironment()
     strategy.connect(training.Net())
     message = (
         r"layers\.0\.weight is on cpu; put it on one of self\.trainer\.strategy\.rank_devices"
@@ -97,15 +77,6 @@ def test_a_parameter_on_another_device_than_its_ranks_is_named() -> None:
     )
     with pytest.raises(ConfigurationError, match=message):
         strategy.model_to_device()
-
-
-def test_generators_of_all_devices_of_a_rank_belong_to_its_training() -> None:
-    """A part of the model on a rank's second GPU draws from that GPU's generator."""
-    generators = tuple(torch.Generator() for _ in range(4))
-    second_rank = with_gpus(4, local_rank=1)
-    with patch.object(torch.cuda, "default_generators", generators):
-        found = device_generators(second_rank)
-    assert [generators.index(generator) for generator in found] == [2, 3]
 
 
 @pytest.mark.lowest

@@ -1,15 +1,15 @@
 """Runs of one process after another free their sockets, threads and memory."""
 
 import gc
+import itertools
 import os
 import sys
 import weakref
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtStrategy
@@ -18,18 +18,12 @@ from tests.harness.ranks import RankProcesses, announce, free_port, hold, run_ra
 from tests.harness.training import Net
 
 
-class Resources(NamedTuple):
-    """The numbers of descriptors and threads of a process."""
-
-    descriptors: int
-    threads: int
-
-
 def resources_of_trainers(
-    rank: int, world_size: int, directory: Path, *, is_destroyed: bool
-) -> list[Resources]:
-    """Return the resources after each of five Trainers, none of which has the group of
-    the one before: the script destroys it, or the next one needs another interface.
+    rank: int, world_size: int, directory: Path, is_destroyed: bool
+) -> list[tuple[int, int]]:
+    """Return the numbers of descriptors and threads after each of five Trainers, none of
+    which has the group of the one before: the script destroys it, or the next one needs
+    another interface.
     """
     resources = []
     for number in range(5):
@@ -39,12 +33,8 @@ def resources_of_trainers(
         if is_destroyed:
             dist.destroy_process_group()
         gc.collect()
-        resources.append(
-            Resources(
-                descriptors=len(os.listdir("/proc/self/fd")),
-                threads=len(os.listdir("/proc/self/task")),
-            )
-        )
+        descriptors = len(os.listdir("/proc/self/fd"))
+        resources.append((descriptors, len(os.listdir("/proc/self/task"))))
     return resources
 
 
@@ -55,22 +45,28 @@ def test_groups_formed_one_after_another_free_their_sockets_and_threads(
     """A script may destroy the group after each fit, or alternate between network
     interfaces.
     """
-    for resources in run_ranks(resources_of_trainers, 2, tmp_path, is_destroyed=is_destroyed):
+    for resources in run_ranks(resources_of_trainers, 2, tmp_path, is_destroyed):
         _, second, *_, last = resources
         # A thread that looks for deadlocks may be reading at that moment; a leak adds
         # some for each group.
-        assert last.descriptors <= second.descriptors + 1, resources
-        assert last.threads <= second.threads + 1, resources
+        assert last[0] <= second[0] + 1, resources
+        assert last[1] <= second[1] + 1, resources
 
 
 def kept_by_late_start(rank: int, world_size: int, url: str) -> list[str]:
     """Fit, on rank 0 only after another rank has failed to connect to it; return what is
     in memory once the script has dropped it.
     """
+    attempts = itertools.count(1)
+
+    def announce_second_attempt(event: str, arguments: Any) -> None:
+        if event == "socket.connect" and next(attempts) == 2:
+            announce("refused")
+
     if rank == 0:
         hold("late")
     else:
-        sys.addaudithook(AnnounceSecondAttempt())
+        sys.addaudithook(announce_second_attempt)
     trainer = training.make_trainer(DDPExtStrategy(url), max_steps=1)
     model = Net()
     parts = [weakref.ref(part) for part in (trainer, trainer.strategy, model)]
@@ -78,19 +74,6 @@ def kept_by_late_start(rank: int, world_size: int, url: str) -> list[str]:
     del trainer, model
     gc.collect()
     return [type(part()).__name__ for part in parts if part() is not None]
-
-
-class AnnounceSecondAttempt:
-    """An audit hook that announces a second attempt to connect."""
-
-    def __init__(self) -> None:
-        self.attempts = 0
-
-    def __call__(self, event: str, arguments: Any) -> None:
-        if event == "socket.connect":
-            self.attempts += 1
-            if self.attempts == 2:
-                announce("refused")
 
 
 def test_a_rank_that_was_refused_at_first_frees_its_trainer() -> None:
@@ -103,42 +86,23 @@ def test_a_rank_that_was_refused_at_first_frees_its_trainer() -> None:
 
 
 class Reloaded(Net):
-    """Makes new loaders for each epoch.
-
-    Attributes:
-        datasets: those of the loaders, as far as they are still in memory.
-        alive: which of them were when each epoch started, by stage and in order.
-    """
+    """Makes a new loader for each epoch; counts the datasets in memory when it starts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.datasets: dict[str, list[weakref.ref[Any]]] = {"train": [], "validation": []}
-        self.alive: list[dict[str, list[bool]]] = []
+        self.datasets: list[weakref.ref[Any]] = []
+        self.alive: list[int] = []
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return self.loader("train")
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return self.loader("validation")
-
-    def loader(self, stage: str) -> DataLoader[Any]:
         dataset = training.data()
-        self.datasets[stage].append(weakref.ref(dataset))
+        self.datasets.append(weakref.ref(dataset))
         return DataLoader(dataset, 4)
 
-    def validation_step(self, batch: Tensor, index: int) -> None: ...
-
     def on_train_epoch_start(self) -> None:
-        self.alive.append(
-            {
-                stage: [dataset() is not None for dataset in datasets]
-                for stage, datasets in self.datasets.items()
-            }
-        )
+        self.alive.append(sum(dataset() is not None for dataset in self.datasets))
 
 
-def fit_reloaded(kind: training.Kind, directory: Path) -> list[dict[str, list[bool]]]:
-    """Return which datasets are in memory at the start of each epoch."""
+def fit_reloaded(kind: training.Kind, directory: Path) -> list[int]:
     model = Reloaded()
     gc.disable()  # in this rank's process, so that only references keep a dataset
     training.fit(kind, directory, model, reload_dataloaders_every_n_epochs=1, max_epochs=4)
@@ -147,10 +111,5 @@ def fit_reloaded(kind: training.Kind, directory: Path) -> list[dict[str, list[bo
 
 def test_loaders_that_are_made_again_are_freed_at_once(tmp_path: Path) -> None:
     """As with stock, memory and workers of earlier epochs do not wait for a collection."""
-    for ours, stock in training.on_both(fit_reloaded, tmp_path):
-        assert ours == stock
-        assert ours[-1] == {
-            "train": [False, False, False, True],
-            # The last one is that of the epoch before; its successor is made later.
-            "validation": [False, False, True],
-        }
+    ours, stock = training.on_both(fit_reloaded, tmp_path)
+    assert ours == stock == [[1, 1, 1, 1]] * 2

@@ -1,8 +1,7 @@
 """The process that starts the ranks: its Trainers, its variables, and its results."""
 
 import json
-import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -113,62 +112,44 @@ SCRIPT = """
 
 
 @pytest.fixture(scope="module")
-def url() -> str:
-    return f"tcp://127.0.0.1:{free_port()}"
-
-
-@pytest.fixture(scope="module")
-def script(url: str) -> Outcome:
+def script() -> Outcome:
     """Run the script, with ``RANK`` and ``DDPX_INIT_METHOD`` exported by the user."""
+    url = f"tcp://127.0.0.1:{free_port()}"
     env = {"RANK": "0", "OMP_NUM_THREADS": None, "DDPX_INIT_METHOD": url}
     done = run_script(SCRIPT, SEED, env=env)
     assert done.exit_code == 0, done.output
+    formed = f"process group: gloo, 2 ranks, {url}\n"
+    assert done.output.count(formed) == 1, "the ranks connect once, for all Trainers"
     return done
 
 
-class Reports(NamedTuple):
-    """What each process reported at one point."""
-
-    on_rank_0: dict[str, Any]  # the launching process
-    on_rank_1: dict[str, Any]
-
-
-def reports(script: Outcome, what: str) -> Reports:
-    """Return the reports of both processes at a point."""
+def reports(script: Outcome, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the launching process and rank 1 reported at a point."""
     lines = [json.loads(line) for line in script.output.splitlines() if line.startswith("{")]
     at_point = [report for report in lines if report["what"] == what]
-    return Reports(*sorted(at_point, key=lambda report: int(report["rank"])))
+    on_rank_0, on_rank_1 = sorted(at_point, key=lambda report: int(report["rank"]))
+    return on_rank_0, on_rank_1
 
 
-@pytest.mark.parametrize("what", TRAINERS)
-def test_all_trainers_of_a_script_use_the_same_ranks(script: Outcome, what: str) -> None:
+def test_all_trainers_of_a_script_use_the_same_ranks(script: Outcome) -> None:
     """The ranks start once, and stock Trainers train on them as well."""
-    on_rank_0, on_rank_1 = reports(script, what)
-    assert (on_rank_0["rank"], on_rank_1["rank"]) == (0, 1)
-    assert on_rank_0["metrics"] == on_rank_1["metrics"]
-    assert on_rank_0["weights"] == on_rank_1["weights"]
-    # The script itself has no LOCAL_RANK.
-    start = reports(script, "start")
-    assert (start.on_rank_0["rank"], start.on_rank_1["rank"]) == (0, "1")
+    for what in TRAINERS:
+        on_rank_0, on_rank_1 = reports(script, what)
+        assert (on_rank_0["rank"], on_rank_1["rank"]) == (0, 1)
+        assert on_rank_0["metrics"] == on_rank_1["metrics"]
+        assert on_rank_0["weights"] == on_rank_1["weights"]
 
 
 def test_a_trainer_learns_what_a_stock_one_learns(script: Outcome) -> None:
     """In one script, with the same seed, the weights are equal to the last bit."""
-    ours = reports(script, "first").on_rank_0
-    stock = reports(script, "stock").on_rank_0
+    (ours, _), (stock, _) = reports(script, "first"), reports(script, "stock")
     assert ours["weights"] == stock["weights"]
-
-
-def test_a_variable_sets_the_init_method_of_a_script(script: Outcome, url: str) -> None:
-    """The ranks connect at this URL once, for all Trainers."""
-    assert script.output.count(f"process group: gloo, 2 ranks, {url}\n") == 1
 
 
 def test_a_started_rank_has_the_seed_from_its_first_line_on(script: Outcome) -> None:
     """The seed of the launching process is set before the script runs again."""
-    start = reports(script, "start")
-    assert start.on_rank_0["seed"] is None
-    assert start.on_rank_1["seed"] == SEED
+    on_rank_0, on_rank_1 = reports(script, "start")
+    assert (on_rank_0["seed"], on_rank_1["seed"]) == (None, SEED)
 
 
 def test_the_launching_process_keeps_its_environment(script: Outcome) -> None:
@@ -176,34 +157,28 @@ def test_the_launching_process_keeps_its_environment(script: Outcome) -> None:
 
     Stock's launcher leaves these, and also MASTER_ADDR, MASTER_PORT and NODE_RANK.
     """
-    first = reports(script, "first").on_rank_0
-    second = reports(script, "second").on_rank_0
-    assert first["changed"] == ["LOCAL_RANK", "OMP_NUM_THREADS"]
-    assert second["changed"] == []
+    (first, _), (second, _) = reports(script, "first"), reports(script, "second")
+    assert (first["changed"], second["changed"]) == (["LOCAL_RANK", "OMP_NUM_THREADS"], [])
 
 
-@pytest.mark.parametrize("what", ["first", "second"])
-def test_the_launching_process_has_the_variables_of_a_rank(script: Outcome, what: str) -> None:
-    """In each run, both processes have the variables by which user code divides data."""
-    on_rank_0, on_rank_1 = reports(script, f"in {what}")
-    assert (on_rank_0["LOCAL_RANK"], on_rank_1["LOCAL_RANK"]) == ("0", "1")
-    assert (on_rank_0["NODE_RANK"], on_rank_0["WORLD_SIZE"]) == ("0", "2")
-    for name in ("NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        assert on_rank_0[name] == on_rank_1[name] is not None
+def test_the_launching_process_has_the_variables_of_a_rank(script: Outcome) -> None:
+    """In each run, both processes have the variables by which user code divides data; a
+    ``RANK`` that the user exports stays, and a started rank does not inherit it.
+    """
+    for what in ("in first", "in second"):
+        on_rank_0, on_rank_1 = reports(script, what)
+        assert (on_rank_0["LOCAL_RANK"], on_rank_1["LOCAL_RANK"]) == ("0", "1")
+        assert (on_rank_0["NODE_RANK"], on_rank_0["WORLD_SIZE"]) == ("0", "2")
+        for name in ("NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            assert on_rank_0[name] == on_rank_1[name] is not None
+        assert (on_rank_0["RANK"], on_rank_1["RANK"]) == ("0", None)
 
 
-def test_an_exported_rank_has_no_effect_and_is_not_removed(script: Outcome) -> None:
-    """The launching process keeps the variable, and a started rank does not inherit it."""
-    in_first = reports(script, "in first")
-    assert in_first.on_rank_0["RANK"] == "0"
-    assert in_first.on_rank_1["RANK"] is None
-
-
-@pytest.mark.parametrize("what", ["start", *TRAINERS, *(f"in {trainer}" for trainer in TRAINERS)])
-def test_no_definition_of_lightning_or_torch_changes(script: Outcome, what: str) -> None:
+def test_no_definition_of_lightning_or_torch_changes(script: Outcome) -> None:
     """This holds after the import, during each run and after it."""
-    for report in reports(script, what):
-        assert report["other definitions"] == []
+    for what in ("start", *TRAINERS, *(f"in {trainer}" for trainer in TRAINERS)):
+        for report in reports(script, what):
+            assert report["other definitions"] == []
 
 
 METRIC = "accuracy_of_class_number_"
@@ -232,25 +207,3 @@ def test_results_of_any_size_are_returned() -> None:
     [metrics] = run_ranks(fit_by_fork, 1)
     logged = {name: value for name, value in metrics.items() if name.startswith(METRIC)}
     assert logged == {f"{METRIC}{number}": float(number) for number in range(METRICS)}
-
-
-def changed_variables_with_fork(rank: int, world_size: int) -> set[bytes]:
-    """Fit and test, and return the variables that are set or removed meanwhile."""
-    names = set()
-
-    def record(event: str, args: Any) -> None:
-        if event in ("os.putenv", "os.unsetenv"):
-            names.add(args[0])
-
-    sys.addaudithook(record)
-    trainer = make_trainer(DDPExtStrategy(start_method="fork"), max_epochs=1)
-    trainer.fit(Net())
-    trainer.test(Net(), verbose=False)
-    return names
-
-
-def test_starting_ranks_does_not_touch_other_variables() -> None:
-    """Other threads can read a variable such as PATH at any time."""
-    [names] = run_ranks(changed_variables_with_fork, 1)
-    assert names
-    assert b"PATH" not in names

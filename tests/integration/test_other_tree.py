@@ -4,7 +4,6 @@ modules.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -14,7 +13,9 @@ from lightning_ddp_ext.errors import ConfigurationError
 from tests.harness.ranks import run_ranks
 from tests.harness.scripts import run_script
 
-START_TWO_RANKS = """
+# Each of two ranks reports on Trainers of ``pytorch_lightning``, and then on one of
+# ``lightning``.
+SCRIPT = """
     import json
     import os
     import sys
@@ -30,8 +31,19 @@ START_TWO_RANKS = """
         strategy="ddp_ext", devices=2, accelerator="cpu", logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )
-"""
-TRAIN_RESUME_AND_PREDICT = """
+
+
+    def report(trainer, ddp, **facts):
+        facts |= {
+            "rank": trainer.global_rank,
+            "world size": trainer.world_size,
+            "steps": trainer.global_step,
+            "strategy": [each for each in ("pl", "L") if isinstance(trainer.strategy, ddp[each])],
+        }
+        sys.stdout.write(json.dumps(facts) + "\\n")
+        sys.stdout.flush()
+
+
     pl.seed_everything(1)
     path = f"{sys.argv[1]}/2.ckpt"
     trainer = pl.Trainer(max_steps=2, callbacks=[lightning_ddp_ext.RankConsistency()], **options)
@@ -42,67 +54,45 @@ TRAIN_RESUME_AND_PREDICT = """
     trainer.fit(model, ckpt_path=path)
     trainer.predict(model)
     predictions = lightning_ddp_ext.gather_predictions(trainer)
-    report = {
-        "rank": trainer.global_rank,
-        "world size": trainer.world_size,
-        "steps": trainer.global_step,
-        "predictions": None if predictions is None else len(predictions),
-        "is pytorch_lightning's": isinstance(trainer.strategy, pl.strategies.DDPStrategy),
-        "weights": model.layer.weight.sum().item().hex(),
-        "imported of lightning": [
-            name for name in sys.modules if name.partition(".")[0] == "lightning"
-        ],
-    }
-"""
-TRAIN_WITH_BOTH = """
-    pl.Trainer(max_steps=2, **options).fit(BoringModel())
+    imported = [name for name in sys.modules if name.partition(".")[0] == "lightning"]
 
     import lightning as L
     from lightning.pytorch.demos.boring_classes import BoringModel as LightningModel
 
+    ddp = {"pl": pl.strategies.DDPStrategy, "L": L.pytorch.strategies.DDPStrategy}
+    report(
+        trainer,
+        ddp,
+        predictions=None if predictions is None else len(predictions),
+        weights=model.layer.weight.sum().item().hex(),
+        imported=imported,
+    )
     trainer = L.Trainer(max_steps=1, **options)
     trainer.fit(LightningModel())
-    report = {
-        "rank": trainer.global_rank,
-        "world size": trainer.world_size,
-        "steps": trainer.global_step,
-        "is lightning's": isinstance(trainer.strategy, L.pytorch.strategies.DDPStrategy),
-    }
-"""
-PRINT_REPORT_AND_EXIT = """
-    sys.stdout.write(json.dumps(report) + "\\n")
-    sys.stdout.flush()
+    report(trainer, ddp)
     if rank == "0":
         sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
-def reports_of(train: str, directory: Path) -> list[dict[str, Any]]:
-    """Return the ``report`` that this part of a script makes on each of two ranks."""
-    done = run_script(START_TWO_RANKS + train + PRINT_REPORT_AND_EXIT, str(directory))
+def test_a_script_uses_both_trees(tmp_path: Path) -> None:
+    """``pytorch_lightning`` trains, resumes and predicts on both ranks without importing
+    ``lightning``, whose Trainer then trains on the same ranks.
+    """
+    done = run_script(SCRIPT, str(tmp_path))
     assert done.exit_code == 0, done.output
     reports = [json.loads(line) for line in done.output.splitlines() if line.startswith("{")]
-    return sorted(reports, key=lambda report: report["rank"])
-
-
-def test_pytorch_lightning_trains_resumes_and_predicts(tmp_path: Path) -> None:
-    """Its Trainer runs on both ranks, and ``lightning`` is not imported."""
-    first, second = reports_of(TRAIN_RESUME_AND_PREDICT, tmp_path)
-    common = {
-        "world size": 2,
-        "steps": 4,
-        "is pytorch_lightning's": True,
-        "weights": first["weights"],
-        "imported of lightning": [],
-    }
+    first, second = sorted(
+        (report for report in reports if report["strategy"] == ["pl"]),
+        key=lambda report: report["rank"],
+    )
+    common = {"world size": 2, "steps": 4, "strategy": ["pl"], "imported": []}
+    common["weights"] = first["weights"]
     assert first == {"rank": 0, "predictions": 64, **common}
     assert second == {"rank": 1, "predictions": None, **common}
-
-
-def test_a_script_can_import_lightning_later(tmp_path: Path) -> None:
-    """The Trainer of ``lightning`` then trains on the same ranks."""
-    common = {"world size": 2, "steps": 1, "is lightning's": True}
-    assert reports_of(TRAIN_WITH_BOTH, tmp_path) == [{"rank": rank, **common} for rank in (0, 1)]
+    of_lightning = [report for report in reports if report["strategy"] == ["L"]]
+    assert sorted(report["rank"] for report in of_lightning) == [0, 1]
+    assert {(report["world size"], report["steps"]) for report in of_lightning} == {(2, 1)}
 
 
 def give_callback_of_pytorch_lightning(rank: int, world_size: int) -> str:

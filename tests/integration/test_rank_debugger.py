@@ -2,13 +2,13 @@
 prompt.
 """
 
-import inspect
 import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -29,52 +29,60 @@ LIMIT = 4.0  # seconds, of collectives
 
 
 class Secretive(Net):
-    """Has a number in a variable of each step, and may stop rank 1 in the first one."""
+    """Has a number in a variable of each step; may stop rank 1 in the first one.
 
-    def __init__(self, has_breakpoint: bool) -> None:
+    Args:
+        stop: stops in a debugger.
+    """
+
+    def __init__(self, stop: Callable[[], object] | None = None) -> None:
         super().__init__()
-        self.has_breakpoint = has_breakpoint
+        self.stop = stop
 
     def training_step(self, batch: training.Batch, index: int) -> Any:
-        loss = super().training_step(batch, index)
         secret = 1000 + 10 * self.global_rank + index
-        self.log("secret", float(secret))  # an editor stops here
-        if self.has_breakpoint and index == 0:
-            dist.breakpoint(rank=1)
-        return loss
+        if self.stop is not None and index == 0:
+            self.stop()
+        self.log("secret", float(secret))
+        return super().training_step(batch, index)
 
 
 def train(
-    rank: int,
-    world_size: int,
-    directory: Path,
-    *callbacks: L.Callback,
-    has_breakpoint: bool = False,
-    **strategy: Any,
+    rank: int, world_size: int, directory: Path, model: Net, *callbacks: L.Callback, **options: Any
 ) -> dict[str, Tensor]:
     """Train one epoch, and return the weights."""
     torch.manual_seed(1)
-    model = Secretive(has_breakpoint)
-    training.fit("ours", directory, model, *callbacks, strategy=strategy, max_epochs=1)
+    training.fit("ours", directory, model, *callbacks, max_epochs=1, **options)
     return training.weights(model)
+
+
+def stop_in_editor() -> None:
+    if dist.get_rank() == 1:
+        breakpoint()
 
 
 def train_with_editor(rank: int, world_size: int, directory: Path, port: int) -> dict[str, Tensor]:
     """Train with time limits that are shorter than the time in the debugger."""
-    return train(rank, world_size, directory, RankDebugger(1, port), timeout=LIMIT)
+    model = Secretive(stop_in_editor)
+    options = {"strategy": {"timeout": LIMIT}}
+    return train(rank, world_size, directory, model, RankDebugger(1, port), **options)
 
 
 def train_at_prompt(rank: int, world_size: int, directory: Path) -> dict[str, Tensor]:
     """Train with torch's debugger, which reads commands from a file."""
-    (directory / f"typed{rank}").write_text("up\np f'secret is {secret}'\nnext\ncontinue\n")
-    os.dup2(os.open(directory / f"typed{rank}", os.O_RDONLY), STDIN)
-    return train(rank, world_size, directory, has_breakpoint=True)
+    typed = directory / f"typed{rank}"
+    typed.write_text("up\np f'secret is {secret}'\nnext\ncontinue\n")
+    os.dup2(os.open(typed, os.O_RDONLY), STDIN)
+    return train(rank, world_size, directory, Secretive(partial(dist.breakpoint, rank=1)))
+
+
+def train_undisturbed(rank: int, world_size: int, directory: Path) -> dict[str, Tensor]:
+    return train(rank, world_size, directory, Secretive())
 
 
 def assert_trained_as_without_debugger(debugged: list[ranks.Outcome], directory: Path) -> None:
-    """Train without a debugger, and assert that the weights are the same."""
     directory.mkdir()
-    undisturbed = ranks.run_ranks(train, 2, directory)
+    undisturbed = ranks.run_ranks(train_undisturbed, 2, directory)
     training.assert_same([outcome.result for outcome in debugged], undisturbed)
 
 
@@ -86,11 +94,8 @@ class Editor:
     def __init__(self, port: int) -> None:
         self._events: dict[str, SimpleQueue[Any]] = defaultdict(SimpleQueue)
         connected = socket.create_connection(("127.0.0.1", port))
-        self._channel = JsonMessageChannel(JsonIOStream.from_socket(connected), self)
-        self._channel.start()
-
-    def close(self) -> None:
-        self._channel.close()
+        self.channel = JsonMessageChannel(JsonIOStream.from_socket(connected), self)
+        self.channel.start()
 
     def event(self, event: Any) -> None:
         """Called by the channel."""
@@ -99,51 +104,28 @@ class Editor:
     def wait_for(self, event: str) -> Any:
         return self._events[event].get(timeout=90)
 
-    def send(self, command: str, **arguments: Any) -> Any:
-        return self._channel.send_request(command, arguments)
-
     def request(self, command: str, **arguments: Any) -> Any:
-        return self._channel.request(command, arguments)
-
-    def set_breakpoints(self, *lines: int) -> None:
-        """Set the breakpoints in this file, instead of earlier ones."""
-        breakpoints = [{"line": line} for line in lines]
-        self.request("setBreakpoints", source={"path": __file__}, breakpoints=breakpoints)
+        return self.channel.request(command, arguments)
 
 
-@contextmanager
-def attached(port: int) -> Iterator[Editor]:
-    """Yield an editor, from when it attaches until the debugged rank exits."""
-    with closing(Editor(port)) as editor:
+def read_secret(port: int) -> str:
+    """Attach, stop in the training step for longer than the limits, read a variable, and
+    continue until the debugged rank exits.
+    """
+    editor = Editor(port)
+    with closing(editor.channel):
         editor.request("initialize", adapterID="test", pathFormat="path")
-        editor.send("attach", justMyCode=True)
+        editor.channel.send_request("attach", {"justMyCode": True})
         editor.wait_for("initialized")
-        yield editor
+        editor.request("configurationDone")
+        thread = editor.wait_for("stopped")["threadId"]
+        frames = editor.request("stackTrace", threadId=thread)["stackFrames"]
+        step = next(frame["id"] for frame in frames if frame["name"] == "training_step")
+        secret = editor.request("evaluate", expression="secret", frameId=step)["result"]
+        time.sleep(LIMIT + 1)  # waits for nothing: the user thinks, and no limit may end the wait
+        editor.request("continue", threadId=thread)
         editor.wait_for("terminated")
-
-
-def line_to_stop_in() -> int:
-    lines, start = inspect.getsourcelines(Secretive.training_step)
-    return start + next(
-        number for number, text in enumerate(lines) if "an editor stops here" in text
-    )
-
-
-def read_secret(editor: Editor) -> str:
-    """Stop in the training step for longer than the limits, read a variable, and continue."""
-    line = line_to_stop_in()
-    editor.set_breakpoints(line)
-    editor.request("configurationDone")
-    thread = editor.wait_for("stopped")["threadId"]
-    frame = editor.request("stackTrace", threadId=thread)["stackFrames"][0]
-    assert (frame["name"], frame["line"]) == ("training_step", line)
-    scope = editor.request("scopes", frameId=frame["id"])["scopes"][0]
-    reference = scope["variablesReference"]
-    variables = editor.request("variables", variablesReference=reference)["variables"]
-    time.sleep(LIMIT + 1)  # waits for nothing: the user thinks, and no limit may end the wait
-    editor.set_breakpoints()
-    editor.request("continue", threadId=thread)
-    return str(next(each["value"] for each in variables if each["name"] == "secret"))
+    return str(secret)
 
 
 def test_an_editor_stops_in_one_rank_while_the_other_waits(tmp_path: Path) -> None:
@@ -153,8 +135,7 @@ def test_an_editor_stops_in_one_rank_while_the_other_waits(tmp_path: Path) -> No
     port = ranks.free_port()
     with ranks.RankProcesses(train_with_editor, 2, tmp_path, port) as processes:
         processes.wait_for_output(f"[rank 1] waiting for a debugger at 127.0.0.1:{port},", 1)
-        with attached(port) as editor:
-            assert read_secret(editor) == "1010"
+        assert read_secret(port) == "1010"
         debugged = processes.wait()
     assert_trained_as_without_debugger(debugged, tmp_path / "undisturbed")
 

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,10 +17,11 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_ddp_ext import RankZeroCheckpoint, RankZeroCheckpointIO
 from tests.harness import ranks, training
-from tests.integration import checkpointing, continuing
+from tests.integration import continuing
 from tests.integration.background_saves import FailsWhenAwaited
 
 STEP = "on_train_batch_start"
@@ -44,6 +46,8 @@ class End(NamedTuple):
 
 
 def fit(
+    rank: int,
+    world_size: int,
     directory: Path,
     *callbacks: L.Callback,
     strategy: Mapping[str, Any] = MappingProxyType({}),
@@ -59,43 +63,37 @@ def fit(
     return End(run.status, files, len(run.steps))
 
 
+def send(signum: int, trainer: L.Trainer) -> None:
+    os.kill(os.getpid(), signum)
+
+
 def signal_rank_one(hook: str = "on_train_batch_end", signum: int = signal.SIGTERM) -> L.Callback:
     """Return a callback that sends a signal to rank 1 in its second step."""
-    return continuing.signalled(hook, 1, signum, ranks=[1])
-
-
-def terminate_after_death(rank: int, world_size: int, directory: Path) -> None:
-    """Kill rank 0; then send SIGTERM to rank 1 in a hook, as a launcher does."""
-    kill = continuing.signalled(STEP, 1, signal.SIGKILL, ranks=[0])
-    fit(directory, kill, continuing.signalled("on_exception"))
+    return training.At(hook, partial(send, signum), earlier=1, ranks=[1])
 
 
 def test_a_failed_run_ends_in_order_after_a_launchers_sigterm(tmp_path: Path) -> None:
     """The rank names the dead one and exits, and does not announce that it would stop."""
-    _, survivor = ranks.launch_ranks(terminate_after_death, 2, tmp_path)
+    kill = training.At(STEP, partial(send, signal.SIGKILL), earlier=1, ranks=[0])
+    terminate = training.At("on_exception", partial(send, signal.SIGTERM))  # as a launcher does
+    _, survivor = ranks.launch_ranks(fit, 2, tmp_path, kill, terminate)
     assert survivor.exit_code == 1, survivor.story()
     assert survivor.failure.type_name == "RankDiedError"
     assert "will finish the current step" not in survivor.output
 
 
-def stop_beside_saves(
-    rank: int, world_size: int, directory: Path, hook: str, background: bool
-) -> End:
-    """Save after each step, and send SIGTERM to rank 1 in a hook of the second one."""
+def stop_beside_saves(rank: int, world_size: int, directory: Path) -> End:
+    """Save each step in the background, and send SIGTERM to rank 1 in the second one."""
     saver = RankZeroCheckpoint(directory / "run", "{step}", every_n_train_steps=1, save_top_k=-1)
-    strategy = {"checkpoint_io": checkpointing.make_io(is_background=background)}
-    stop = signal_rank_one(hook)
-    return fit(directory, saver, stop, strategy=strategy, enable_checkpointing=True)
+    strategy = {"checkpoint_io": AsyncCheckpointIO(RankZeroCheckpointIO())}
+    callbacks = saver, signal_rank_one()
+    options = {"strategy": strategy, "enable_checkpointing": True}
+    return fit(rank, world_size, directory, *callbacks, **options)
 
 
-@pytest.mark.parametrize(
-    ("hook", "background"), [("on_save_checkpoint", False), ("on_train_batch_end", True)]
-)
-def test_a_save_is_finished_before_the_one_of_the_stop(
-    hook: str, background: bool, tmp_path: Path
-) -> None:
-    """The files of both saves are whole, in the foreground and in the background."""
-    for end in ranks.run_ranks(stop_beside_saves, 2, tmp_path, hook, background):
+def test_a_save_in_the_background_is_finished_before_the_one_of_the_stop(tmp_path: Path) -> None:
+    """The files of both saves are whole."""
+    for end in ranks.run_ranks(stop_beside_saves, 2, tmp_path):
         assert end.status == SIGTERM_STATUS
         assert {STOP_CHECKPOINT, "step=1.ckpt", "step=2.ckpt"} <= set(end.checkpoints)
     for path in tmp_path.rglob("*.ckpt"):
@@ -105,9 +103,9 @@ def test_a_save_is_finished_before_the_one_of_the_stop(
 def stop_after_failed_save(rank: int, world_size: int, directory: Path) -> End:
     """Save in the background below a device, and send SIGTERM to rank 1 in this step."""
     save = training.At("on_train_batch_end", lambda trainer: trainer.save_checkpoint(IN_DEVICE))
-    stop = continuing.signalled("on_train_batch_end", 0, ranks=[1])
+    stop = training.At("on_train_batch_end", partial(send, signal.SIGTERM), ranks=[1])
     strategy = {"checkpoint_io": FailsWhenAwaited(lambda path: path == IN_DEVICE)}
-    return fit(directory, save, stop, strategy=strategy)
+    return fit(rank, world_size, directory, save, stop, strategy=strategy)
 
 
 def test_the_stop_checkpoint_is_saved_also_after_a_save_that_failed(tmp_path: Path) -> None:
@@ -117,13 +115,10 @@ def test_the_stop_checkpoint_is_saved_also_after_a_save_that_failed(tmp_path: Pa
         assert end.checkpoints == [STOP_CHECKPOINT]
 
 
-def stop_without_a_save(rank: int, world_size: int, directory: Path) -> End:
-    return fit(directory, signal_rank_one(), strategy={"stop_checkpoint": None})
-
-
 def test_nothing_is_saved_without_a_stop_checkpoint(tmp_path: Path) -> None:
     """All ranks stop nevertheless."""
-    for end in ranks.run_ranks(stop_without_a_save, 2, tmp_path):
+    strategy = {"stop_checkpoint": None}
+    for end in ranks.run_ranks(fit, 2, tmp_path, signal_rank_one(), strategy=strategy):
         assert (end.status, end.checkpoints) == (SIGTERM_STATUS, [])
 
 
@@ -159,41 +154,31 @@ def test_workers_leave_the_signal_of_a_group_to_their_rank(
         assert 3 <= end.steps < 30
 
 
-class HandledEnd(NamedTuple):
-    """How a run ended, the signals that the user's handler got, and whether the earlier
-    handler was restored.
-    """
-
-    end: End
-    passed_on: list[int]
-    is_restored: bool
-
-
 def stop_beside_handler(
     rank: int, world_size: int, directory: Path, signum: int, has_users_handler: bool
-) -> HandledEnd:
-    """Send a signal to rank 1, which may have a handler for it."""
+) -> list[int]:
+    """Send a signal to rank 1, which may have a handler for it; return the signals that
+    the handler got.
+    """
     passed_on: list[int] = []
     if has_users_handler:
         signal.signal(signum, lambda number, frame: passed_on.append(number))
     before = signal.getsignal(signum)
-    end = fit(directory, signal_rank_one(signum=signum))
-    return HandledEnd(end, passed_on, signal.getsignal(signum) is before)
+    end = fit(rank, world_size, directory, signal_rank_one(signum=signum))
+    assert (end.status, end.checkpoints) == (128 + signum, [STOP_CHECKPOINT])
+    assert signal.getsignal(signum) is before
+    return passed_on
 
 
-@pytest.mark.parametrize("has_users_handler", [False, True])
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("signum", "has_users_handler"), [(signal.SIGTERM, True), (signal.SIGINT, False)]
+)
 def test_each_signal_ends_with_its_status_and_is_passed_on(
     signum: int, has_users_handler: bool, tmp_path: Path
 ) -> None:
     """The user's earlier handler is called, and restored afterwards."""
-    rank_0, rank_1 = ranks.run_ranks(stop_beside_handler, 2, tmp_path, signum, has_users_handler)
-    for rank in (rank_0, rank_1):
-        assert rank.end.status == 128 + signum
-        assert rank.end.checkpoints == [STOP_CHECKPOINT]
-        assert rank.is_restored
-    assert rank_0.passed_on == []
-    assert rank_1.passed_on == ([signum] if has_users_handler else [])
+    passed_on = ranks.run_ranks(stop_beside_handler, 2, tmp_path, signum, has_users_handler)
+    assert passed_on == [[], [signum] if has_users_handler else []]
 
 
 def lose_wakeup(trainer: L.Trainer) -> None:
@@ -208,18 +193,12 @@ def validate_in_step(trainer: L.Trainer) -> None:
     inner.validate(continuing.LongValidated(continuing.shuffled()), verbose=False)
 
 
-def stop_beside(
-    rank: int, world_size: int, directory: Path, do: Callable[[L.Trainer], None]
-) -> End:
-    return fit(directory, training.At(STEP, do), signal_rank_one())
-
-
 @pytest.mark.parametrize("do", [lose_wakeup, validate_in_step])
 def test_a_signal_stops_all_whatever_a_step_does(
     do: Callable[[L.Trainer], None], tmp_path: Path
 ) -> None:
     """A step may reset the signal's wake-up descriptor, or run another Trainer."""
-    for end in ranks.run_ranks(stop_beside, 2, tmp_path, do):
+    for end in ranks.run_ranks(fit, 2, tmp_path, training.At(STEP, do), signal_rank_one()):
         assert end.status == SIGTERM_STATUS
         assert end.checkpoints == [STOP_CHECKPOINT]
         assert 2 <= end.steps < ALL_STEPS
@@ -228,7 +207,7 @@ def test_a_signal_stops_all_whatever_a_step_does(
 def train_in_background(rank: int, world_size: int, directory: Path) -> End:
     """Ignore Ctrl-C, as in a shell's background; send it to rank 1, and then to all."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end = fit(directory, signal_rank_one(signum=signal.SIGINT))
+    end = fit(rank, world_size, directory, signal_rank_one(signum=signal.SIGINT))
     os.kill(os.getpid(), signal.SIGINT)  # ends a rank that no longer ignores it
     return end
 
@@ -237,17 +216,6 @@ def test_a_signal_that_a_process_ignores_stops_nothing(tmp_path: Path) -> None:
     """All ranks train to the end, and afterwards still ignore it."""
     for end in ranks.run_ranks(train_in_background, 2, tmp_path):
         assert end == End(None, [], ALL_STEPS)
-
-
-def boom(trainer: L.Trainer) -> None:
-    raise ArithmeticError("a callback fails")
-
-
-def signal_after_a_run(rank: int, world_size: int, directory: Path) -> None:
-    """Have a callback raise in on_exception, so that Lightning skips its teardown."""
-    with pytest.raises(ArithmeticError):
-        fit(directory, training.At(STEP, boom), training.At("on_exception", boom))
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 class SignalsAtTheEnd(RankZeroCheckpointIO):
@@ -259,51 +227,30 @@ class SignalsAtTheEnd(RankZeroCheckpointIO):
         super().teardown()
 
 
-def train_to_the_end(rank: int, world_size: int, directory: Path) -> None:
-    fit(directory, strategy={"checkpoint_io": SignalsAtTheEnd()})
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(signal_after_a_run, id="not torn down"),
-        pytest.param(train_to_the_end, id="after the last step"),
-    ],
-)
-def test_sigterm_ends_a_process_after_its_run(
-    run: Callable[[int, int, Path], None], tmp_path: Path
-) -> None:
+def test_sigterm_ends_a_process_after_its_last_step(tmp_path: Path) -> None:
     """A signal has its usual effect if it arrives too late to stop a run."""
-    for outcome in ranks.launch_ranks(run, 2, tmp_path):
+    strategy = {"checkpoint_io": SignalsAtTheEnd()}
+    for outcome in ranks.launch_ranks(fit, 2, tmp_path, strategy=strategy):
         assert outcome.exit_code == -signal.SIGTERM, outcome.story()
-
-
-def interrupt_twice(rank: int, world_size: int, directory: Path) -> End:
-    """Press Ctrl-C twice before a step finishes."""
-    interrupt = continuing.signalled(STEP, signum=signal.SIGINT)
-    again = continuing.signalled(STEP, signum=signal.SIGINT)
-    return fit(directory, interrupt, again)
 
 
 def test_a_second_interrupt_exits_immediately(tmp_path: Path) -> None:
     """A second Ctrl-C has the effect that it has with stock: no checkpoint is saved."""
-    for end in ranks.run_ranks(interrupt_twice, 2, tmp_path):
+    twice = [training.At(STEP, partial(send, signal.SIGINT)) for _ in range(2)]
+    for end in ranks.run_ranks(fit, 2, tmp_path, *twice):
         assert (end.status, end.checkpoints) == (1, [])
 
 
-def hold_rank_one(rank: int, world_size: int, directory: Path, timeout: float | None) -> None:
-    """Train with a default timeout for sockets, while rank 1 is stuck in a step."""
-    socket.setdefaulttimeout(timeout)
+def hold_rank_one(rank: int, world_size: int, directory: Path) -> None:
+    """Train with a short default timeout for sockets, while rank 1 is stuck in a step."""
+    socket.setdefaulttimeout(0.001)
     stick = training.At(STEP, lambda _: ranks.hold("in step 1"), earlier=1, ranks=[1])
-    fit(directory, stick, strategy={"save_deadline": 1})
+    fit(rank, world_size, directory, stick, strategy={"save_deadline": 1})
 
 
-@pytest.mark.parametrize("timeout", [None, 0.001])
-def test_all_end_within_the_deadline_though_a_rank_does_not_stop(
-    timeout: float | None, tmp_path: Path
-) -> None:
+def test_all_end_within_the_deadline_though_a_rank_does_not_stop(tmp_path: Path) -> None:
     """The other rank exits with the signal's status, and names the stuck rank."""
-    with ranks.RankProcesses(hold_rank_one, 2, tmp_path, timeout) as processes:
+    with ranks.RankProcesses(hold_rank_one, 2, tmp_path) as processes:
         processes.wait_for("in step 1", rank=1)
         processes.kill(1, signal.SIGSTOP)
         processes.kill(0, signal.SIGTERM)

@@ -3,23 +3,18 @@ again with one warning: if its data changed, or if their order cannot be drawn a
 """
 
 import itertools
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lightning as L
 import pytest
-import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import ScalableDistributedSampler
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
-from tests.harness.training import At
 from tests.integration import continuing
 from tests.integration.continuing import Loaders, Numbers, Resumed, samples_of
 from tests.integration.early_ends import Kill
@@ -28,71 +23,66 @@ from tests.integration.early_ends import Kill
 # a loader says otherwise.
 
 SAMPLES = 16
-MORE_SAMPLES = 28
+LATER = "train_batch_end-6"  # in the middle of epoch 1
 CLOCK = itertools.count()  # shows another time whenever it is read
 
 
-def divided_by_strategy(samples: int = SAMPLES, **options: Any) -> Loaders:
-    """Return loaders whose samples the strategy divides among the ranks."""
-    return lambda rank, world_size: DataLoader(Numbers(samples), 2, shuffle=True, **options)
+def divided_by_strategy(
+    rank: int, world_size: int, samples: int = SAMPLES, batch_size: int = 2, **options: Any
+) -> DataLoader[Any]:
+    """Return a loader whose samples the strategy divides among the ranks."""
+    return DataLoader(Numbers(samples), batch_size, shuffle=True, **options)
 
 
-def divided_by_user(samples: int) -> Loaders:
-    """Return loaders whose samples the user's sampler divides among the ranks."""
-
-    def make(rank: int, world_size: int) -> DataLoader[Any]:
-        sampler = continuing.Turning(samples, rank, world_size)
-        return DataLoader(Numbers(samples), 2, sampler=sampler)
-
-    return make
+def divided_by_user(rank: int, world_size: int, samples: int = SAMPLES) -> DataLoader[Any]:
+    """Return a loader whose samples the user's sampler divides among the ranks."""
+    sampler = continuing.Turning(samples, rank, world_size)
+    return DataLoader(Numbers(samples), 2, sampler=sampler)
 
 
-def read_by_all(**options: Any) -> Loaders:
-    """Return loaders of eight samples, all of which each rank reads."""
-    return lambda rank, world_size: DataLoader(Numbers(8), **options)
+def turned_on_rank_one(rank: int, world_size: int) -> DataLoader[Any]:
+    """Return a loader whose order only differs from ``divided_by_user`` on rank 1."""
+    sampler = continuing.Turning(SAMPLES, rank, world_size)
+    order = sampler.own[::-1] if rank == 1 else sampler.own
+    return DataLoader(Numbers(SAMPLES), 2, sampler=order)
 
 
-def in_batches_of(size: int) -> Loaders:
-    return read_by_all(batch_sampler=BatchSampler(SequentialSampler(range(8)), size, False))
+def undivided(rank: int, world_size: int, batch_size: int) -> DataLoader[Any]:
+    """Return a loader of eight samples, all of which each rank reads."""
+    batches = BatchSampler(SequentialSampler(range(8)), batch_size, False)
+    return DataLoader(Numbers(8), batch_sampler=batches)
 
 
-def weighted(*, replacement: bool) -> Loaders:
-    sampler = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, replacement)
-    return lambda rank, world_size: DataLoader(Numbers(SAMPLES), 2, sampler=sampler)
+def stateful(rank: int, world_size: int, samples: int = SAMPLES, **options: Any) -> Any:
+    """Return a loader with a state, whose samples the strategy divides."""
+    return StatefulDataLoader(Numbers(samples), batch_size=2, shuffle=True, **options)
 
 
-def stateful(samples: int = SAMPLES, **options: Any) -> Loaders:
-    return lambda rank, world_size: StatefulDataLoader(
-        Numbers(samples), batch_size=2, shuffle=True, **options
-    )
+def exact(rank: int, world_size: int) -> DataLoader[Any]:
+    """Return a loader that repeats and drops none of 15 samples."""
+    numbers = Numbers(15)
+    return DataLoader(numbers, 2, sampler=ScalableDistributedSampler(numbers, uneven="exact"))
+
+
+def beside_stream(rank: int, world_size: int, loader: Loaders) -> list[Any]:
+    """Return a loader, and a stream that is read with it."""
+    return [loader(rank, world_size), continuing.stream(4)(rank, world_size)]
 
 
 def two_loaders(rank: int, world_size: int) -> CombinedLoader:
-    loaders = [divided_by_strategy(samples)(rank, world_size) for samples in (SAMPLES, 24)]
+    loaders = [divided_by_strategy(rank, world_size, samples) for samples in (SAMPLES, 24)]
     return CombinedLoader(loaders, "max_size_cycle")
 
 
-class Drawing:
-    """A sampler that draws an order of its samples.
-
-    Args:
-        draw: returns an index below its argument.
-    """
-
-    def __init__(self, draw: Callable[[int], int]) -> None:
-        self.draw = draw
+class ByTheClock:
+    """A sampler that draws another order whenever it is read."""
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __iter__(self) -> Iterator[int]:
-        left = list(range(SAMPLES))
-        while left:
-            yield left.pop(self.draw(len(left)))
-
-
-def sampled_by(draw: Callable[[int], int]) -> Loaders:
-    return lambda rank, world_size: DataLoader(Numbers(SAMPLES), 2, sampler=Drawing(draw))
+        shift = next(CLOCK) % SAMPLES
+        return iter([*range(shift, SAMPLES), *range(shift)])
 
 
 class WithoutLength:
@@ -107,8 +97,8 @@ def sampled_without_length(rank: int, world_size: int) -> DataLoader[Any]:
     return DataLoader(Numbers(SAMPLES), 2, sampler=sampler)
 
 
-def by_the_clock(count: int) -> int:
-    return next(CLOCK) % count
+def by_the_clock(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(Numbers(SAMPLES), 2, sampler=ByTheClock())
 
 
 # An epoch that starts again.
@@ -120,7 +110,6 @@ class Change(NamedTuple):
     Attributes:
         reason: a part of the warning.
         ranks: the number of ranks that resume.
-        batches: the number of batches in an epoch before.
         options: of the Trainer.
     """
 
@@ -128,12 +117,11 @@ class Change(NamedTuple):
     after: Loaders
     reason: str
     ranks: int = 2
-    batches: int = 4
     options: Mapping[str, Any] = {}
 
 
-def same(loaders: Loaders, reason: str, **options: Any) -> Change:
-    return Change(loaders, loaders, reason, **options)
+def same(loaders: Loaders, reason: str) -> Change:
+    return Change(loaders, loaders, reason)
 
 
 # The strategy does not divide the samples.
@@ -142,80 +130,49 @@ REMEDIES = ("map-style dataset", "resume with the same")
 OTHER_ORDER = "draws another order"
 UNKNOWN_ORDER = "yields batches in an order that cannot be drawn again"
 CHANGES = {
-    "a stream": same(continuing.stream(8), UNKNOWN_ORDER),
     "a stream beside samples": same(
-        lambda rank, world_size: [
-            divided_by_strategy()(rank, world_size),
-            continuing.stream(4)(rank, world_size),
-        ],
-        UNKNOWN_ORDER,
-    ),
-    "a stream beside the user's sampler": same(
-        lambda rank, world_size: [
-            divided_by_user(SAMPLES)(rank, world_size),
-            continuing.stream(4)(rank, world_size),
-        ],
-        UNKNOWN_ORDER,
-        options=UNDIVIDED,
+        partial(beside_stream, loader=divided_by_strategy), UNKNOWN_ORDER
     ),
     "a stream beside a loader with a state": same(
-        lambda rank, world_size: [
-            stateful()(rank, world_size),
-            continuing.stream(4)(rank, world_size),
-        ],
-        "was not at a known place",
+        partial(beside_stream, loader=stateful), "was not at a known place"
     ),
     "workers that yield the first batch that is ready": same(
-        divided_by_strategy(in_order=False, **continuing.workers(2)), UNKNOWN_ORDER
+        partial(divided_by_strategy, in_order=False, **continuing.workers(2)), UNKNOWN_ORDER
     ),
-    "a sampler by the clock": same(
-        sampled_by(by_the_clock), OTHER_ORDER, batches=8, options=UNDIVIDED
-    ),
-    "a sampler without a length": same(
-        sampled_without_length, UNKNOWN_ORDER, batches=8, options=UNDIVIDED
-    ),
-    "a divided sampler by the clock": same(sampled_by(by_the_clock), OTHER_ORDER),
+    "a sampler by the clock": same(by_the_clock, OTHER_ORDER),
+    "a sampler without a length": same(sampled_without_length, UNKNOWN_ORDER, options=UNDIVIDED),
     "more samples": Change(
-        divided_by_strategy(),
-        divided_by_strategy(MORE_SAMPLES),
+        divided_by_strategy,
+        partial(divided_by_strategy, samples=28),
         "another length than when the checkpoint was saved (16, now 28)",
     ),
     "fewer samples than were read": Change(
-        divided_by_strategy(),
-        divided_by_strategy(6),
+        divided_by_strategy,
+        partial(divided_by_strategy, samples=6),
         "another length than when the checkpoint was saved (16, now 6)",
     ),
     "more samples that the user divides": Change(
-        divided_by_user(SAMPLES), divided_by_user(MORE_SAMPLES), "another length", options=UNDIVIDED
-    ),
-    "more samples of a loader with a state": Change(
-        stateful(), stateful(MORE_SAMPLES), "another number of samples"
+        divided_by_user, partial(divided_by_user, samples=28), "another length", options=UNDIVIDED
     ),
     "workers of a loader with a state": Change(
-        stateful(), stateful(**continuing.workers()), "another number of workers"
-    ),
-    "another order on each rank": Change(
-        read_by_all(batch_size=2, shuffle=True),
-        read_by_all(batch_size=2),
-        OTHER_ORDER,
-        options=UNDIVIDED,
+        stateful, partial(stateful, **continuing.workers()), "another number of workers"
     ),
     "other batches on each rank": Change(
-        in_batches_of(2), in_batches_of(3), "another length", options=UNDIVIDED
+        partial(undivided, batch_size=2),
+        partial(undivided, batch_size=3),
+        "another length",
+        options=UNDIVIDED,
     ),
-    "another draw by weight": Change(
-        weighted(replacement=True), weighted(replacement=False), OTHER_ORDER
-    ),
-    "a state for a sampler": Change(divided_by_strategy(), stateful(), "another kind"),
+    "a state for a sampler": Change(divided_by_strategy, stateful, "another kind"),
     "two loaders for one": Change(
-        divided_by_strategy(), two_loaders, "began with 1 training loaders, and there are 2 now"
+        divided_by_strategy, two_loaders, "began with 1 training loaders, and there are 2 now"
     ),
     "another number of ranks for a loader with a state": Change(
-        stateful(), stateful(), "another number of ranks", ranks=1
+        stateful, stateful, "another number of ranks", ranks=1
     ),
     "another number of ranks for the user's sampler": Change(
-        divided_by_user(SAMPLES),
-        divided_by_user(SAMPLES),
+        divided_by_user,
+        divided_by_user,
         "another number of ranks",
         ranks=1,
         options=UNDIVIDED,
@@ -244,19 +201,11 @@ def resume_from(
     return continuing.resume(training_on(rank, world_size, directory, loaders, **options), path)
 
 
-def save_in_second_epoch(rank: int, world_size: int, directory: Path, name: str) -> str:
-    """Return the checkpoint after two steps of epoch 1."""
-    change = CHANGES[name]
-    point = f"train_batch_end-{change.batches + 2}"
-    return save_at(rank, world_size, directory, change.before, point, **change.options)
-
-
-def resume_changed(
-    rank: int, world_size: int, directory: Path, name: str, path: str
+def resume_beside_whole(
+    rank: int, world_size: int, directory: Path, loaders: Loaders, path: str, **options: Any
 ) -> tuple[continuing.Run, Resumed]:
     """Return a run from the beginning, and a resumed one."""
-    change = CHANGES[name]
-    training = training_on(rank, world_size, directory, change.after, **change.options)
+    training = training_on(rank, world_size, directory, loaders, **options)
     return training.run(), continuing.resume(training, path)
 
 
@@ -264,10 +213,11 @@ def resume_changed(
 def test_an_epoch_that_cannot_continue_starts_again(name: str, tmp_path: Path) -> None:
     """Each rank trains on the whole epoch, and rank 0 warns once, with reason and remedy."""
     change = CHANGES[name]
-    path, _ = run_ranks(save_in_second_epoch, 2, tmp_path, name)
-    (tmp_path / "resumed").mkdir()
-    env = by_hand_env(change.ranks)
-    by_rank = run_ranks(resume_changed, change.ranks, tmp_path / "resumed", name, path, env=env)
+    path, _ = run_ranks(save_at, 2, tmp_path, change.before, LATER, **change.options)
+    place = tmp_path / "resumed"
+    place.mkdir()
+    options = {"env": by_hand_env(change.ranks), **change.options}
+    by_rank = run_ranks(resume_beside_whole, change.ranks, place, change.after, path, **options)
     warned = [warning for _, resumed in by_rank for warning in resumed.warned]
     assert by_rank[0][1].warned == warned
     [warning] = warned
@@ -280,47 +230,15 @@ def test_an_epoch_that_cannot_continue_starts_again(name: str, tmp_path: Path) -
         second_epoch = [step for step in whole.steps if step.epoch == 1]
         steps = resumed.run.steps
         assert [step.moment for step in steps] == [step.moment for step in second_epoch]
-        if "by the clock" not in name:
+        if change.before is not by_the_clock:
             assert sorted(samples_of(steps)) == sorted(samples_of(second_epoch))
-        assert resumed.run.counts.optimiser_steps == change.batches + 2 + len(second_epoch)
-
-
-GROWN_AFTER = 3  # batches
-
-
-def resume_after_growth(rank: int, world_size: int, directory: Path) -> Resumed:
-    """Resume after the fifth batch of an epoch whose batches grew after the third one."""
-
-    def grow(trainer: L.Trainer) -> None:
-        loader: Any = trainer.train_dataloader
-        loader.batch_sampler.batch_size = 4
-
-    growing = At("on_train_batch_end", grow, earlier=GROWN_AFTER - 1)
-    training = training_on(
-        rank, world_size, directory, divided_by_strategy(48), max_epochs=1, callbacks=[growing]
-    )
-    run = training.run("train_batch_end-5")
-    assert [len(step.samples) for step in run.steps[:5]] == [2, 2, 2, 4, 4]
-    return continuing.resume(training, run.saved["train_batch_end-5"], callbacks=[])
-
-
-def test_an_epoch_in_which_the_batch_size_changed_starts_again(tmp_path: Path) -> None:
-    """The resumed run reads all samples of the epoch once, and rank 0 warns."""
-    first, second = run_ranks(resume_after_growth, 2, tmp_path)
-    assert (len(first.warned), len(second.warned)) == (1, 0)
-    assert sorted(samples_of([*first.run.steps, *second.run.steps])) == [*range(48)]
-
-
-def exact(rank: int, world_size: int) -> DataLoader[Any]:
-    """Return a loader that repeats and drops none of 15 samples."""
-    numbers = Numbers(15)
-    return DataLoader(numbers, 2, sampler=ScalableDistributedSampler(numbers, uneven="exact"))
+        assert resumed.run.counts.optimiser_steps == 6 + len(second_epoch)
 
 
 def test_an_epoch_that_would_be_uneven_on_more_ranks_starts_again(tmp_path: Path) -> None:
     """All ranks train on all its batches, and rank 0 warns."""
     # After two of four steps of epoch 1, 8 samples are read.
-    path, _ = run_ranks(save_at, 2, tmp_path, exact, "train_batch_end-6")
+    path, _ = run_ranks(save_at, 2, tmp_path, exact, LATER)
     first, *others = run_ranks(resume_from, 3, tmp_path, exact, path, env=by_hand_env(3))
     [warning] = first.warned
     # Of the 7 samples that are left, rank 0 would have 3 in two batches, and the others 2
@@ -332,121 +250,51 @@ def test_an_epoch_that_would_be_uneven_on_more_ranks_starts_again(tmp_path: Path
 # Checkpoints that one rank saved alone, because another one was killed.
 
 
-def turned_on_rank_one(rank: int, world_size: int) -> DataLoader[Any]:
-    """Return loaders of samplers, of which only rank 1's differs from ``divided_by_user``."""
-    sampler = continuing.Turning(SAMPLES, rank, world_size)
-    order = sampler.own[::-1] if rank == 1 else sampler.own
-    return DataLoader(Numbers(SAMPLES), 2, sampler=order)
-
-
-# The loaders of the run that is killed, those of the resumed one, parts of the warning,
-# and the batches of the resumed epoch.
-ALONE: dict[str, tuple[Loaders, Loaders, list[str], list[int]]] = {
-    "the same order": (divided_by_user(SAMPLES), divided_by_user(SAMPLES), [], [3]),
-    "another order on the killed rank": (
-        divided_by_user(SAMPLES),
-        turned_on_rank_one,
-        [OTHER_ORDER, "sampler"],
-        [0, 1, 2, 3],
-    ),
-    "a loader with a state": (
-        stateful(8),
-        stateful(8),
-        ["a known place", "map-style dataset"],
-        [0, 1, 2, 3],
-    ),
-}
-
-
-def train_to_kill(rank: int, world_size: int, directory: Path, name: str) -> None:
+def train_to_kill(rank: int, world_size: int, directory: Path, loaders: Loaders) -> None:
     """Train until rank 1 is killed in its third step, after which rank 0 saves alone."""
     kill = Kill("on_after_backward", earlier=2)
     options = {"callbacks": [kill.callback()], "max_epochs": 1, **UNDIVIDED}
-    training = training_on(rank, world_size, directory, ALONE[name][0], **options)
+    training = training_on(rank, world_size, directory, loaders, **options)
     training.strategy = {"stop_checkpoint": str(directory / "alone.ckpt")}
     training.run()
 
 
-def resume_alone(rank: int, world_size: int, directory: Path, name: str) -> Resumed:
-    """Resume from the file of ``train_to_kill``."""
-    path = str(directory.parent / "alone.ckpt")
-    options = {"max_epochs": 1, **UNDIVIDED}
-    return resume_from(rank, world_size, directory, ALONE[name][1], path, **options)
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_each_rank_checks_a_place_that_one_rank_saved_alone(name: str, tmp_path: Path) -> None:
-    """All ranks continue, or all start the epoch again and rank 0 warns once."""
-    launch_ranks(train_to_kill, 2, tmp_path, name)
-    (tmp_path / "resumed").mkdir()
-    first, second = run_ranks(resume_alone, 2, tmp_path / "resumed", name)
-    _, _, parts, batches = ALONE[name]
-    assert [step.batch for step in first.run.steps] == batches
-    assert [step.batch for step in second.run.steps] == batches
-    assert len(first.warned) == len(parts[:1])
-    assert all(part in first.warned[0] for part in parts)
+@pytest.mark.parametrize(
+    ("before", "after", "parts"),
+    [
+        pytest.param(
+            divided_by_user,
+            turned_on_rank_one,
+            [OTHER_ORDER, "sampler"],
+            id="another order on the killed rank",
+        ),
+        pytest.param(
+            partial(stateful, samples=8),
+            partial(stateful, samples=8),
+            ["a known place", "map-style dataset"],
+            id="a loader with a state",
+        ),
+    ],
+)
+def test_each_rank_checks_a_place_that_one_rank_saved_alone(
+    before: Loaders, after: Loaders, parts: list[str], tmp_path: Path
+) -> None:
+    """If it is another place for one of them, all start the epoch again, and rank 0 warns
+    once.
+    """
+    launch_ranks(train_to_kill, 2, tmp_path, before)
+    place = tmp_path / "resumed"
+    place.mkdir()
+    path = str(tmp_path / "alone.ckpt")
+    first, second = run_ranks(resume_from, 2, place, after, path, max_epochs=1, **UNDIVIDED)
+    assert [step.batch for step in first.run.steps] == [0, 1, 2, 3]
+    assert [step.batch for step in second.run.steps] == [0, 1, 2, 3]
+    [warning] = first.warned
+    assert all(part in warning for part in parts)
     assert second.warned == []
 
 
-# Numbers of ranks that change, and generators without a seed.
-
-
-class Unseeded(continuing.Net):
-    """Draws other numbers in each run, as without ``seed_everything``."""
-
-    def setup(self, stage: str) -> None:
-        random.seed()
-
-    def on_fit_start(self) -> None:
-        torch.seed()
-
-
-UNSEEDED: dict[str, Any] = {"model": partial(Unseeded, dropout=0.0), **UNDIVIDED}
-
-
-def train_unseeded(
-    rank: int, world_size: int, directory: Path, point: str, path: str | None = None
-) -> tuple[str, str]:
-    """Train, from a checkpoint if given; save at a point, and resume from there.
-
-    Return the checkpoint, and how the resumed run differs.
-    """
-    loaders = sampled_by(random.randrange)
-    training = training_on(rank, world_size, directory, loaders, **UNSEEDED)
-    run = training.run(point, ckpt_path=path)
-    resumed = training.run(ckpt_path=run.saved[point])
-    return run.saved[point], continuing.difference(training, run, 3, resumed)
-
-
-def test_ranks_that_a_resume_adds_keep_their_orders(tmp_path: Path) -> None:
-    """A run that is resumed on more ranks, and once more, equals one that did not stop."""
-    [(path, _)] = run_ranks(train_unseeded, 1, tmp_path, "train_epoch_end-8")
-    results = run_ranks(train_unseeded, 2, tmp_path, "train_batch_end-11", path)
-    assert [difference for _, difference in results] == ["", ""]
-
-
 # An epoch that continues.
-
-
-def continue_drawn(rank: int, world_size: int, directory: Path) -> dict[str, str]:
-    """Return the differences of runs whose sampler draws while it is read."""
-    training = training_on(
-        rank, world_size, directory, sampled_by(random.randrange), model=Mixing, **UNDIVIDED
-    )
-    return continuing.generations(training, ["train_batch_end-3"], ["train_batch_end-10"])
-
-
-class Mixing(continuing.Net):
-    """Draws from Python's global generator in each step, as mixup does."""
-
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        random.random()
-        return super().training_step(batch, index)
-
-
-def test_a_sampler_may_draw_from_a_global_generator_while_it_is_read(tmp_path: Path) -> None:
-    """Its order depends on the epoch and the rank only, whatever a step draws."""
-    assert run_ranks(continue_drawn, 2, tmp_path) == [{}, {}]
 
 
 def resume_in_threes(
@@ -456,7 +304,7 @@ def resume_in_threes(
 
     Return the samples of the whole epoch, and those of each batch of the resumed run.
     """
-    training = training_on(rank, world_size, directory, divided_by_strategy(), max_epochs=1)
+    training = training_on(rank, world_size, directory, divided_by_strategy, max_epochs=1)
     whole = training.run("train_batch_end-2")
     training.loaders = lambda: DataLoader(Numbers(SAMPLES), 3, shuffle=True)
     resumed = training.run(ckpt_path=whole.saved["train_batch_end-2"])
@@ -469,11 +317,7 @@ def test_the_rest_of_an_epoch_can_be_read_in_other_batches(tmp_path: Path) -> No
         assert batches == [whole[4:7], whole[7:]]
 
 
-def twenty_four(rank: int, world_size: int) -> Any:
-    """Return a loader of 24 samples, which the strategy divides among the ranks."""
-    return divided_by_strategy(24)(rank, world_size)
-
-
+TWENTY_FOUR = partial(divided_by_strategy, samples=24)
 IN_PAIRS = {"max_epochs": 1, "accumulate_grad_batches": 2, "limit_val_batches": 1.0}
 
 
@@ -481,50 +325,11 @@ def test_the_last_batch_of_an_epoch_is_a_step_on_fewer_ranks(tmp_path: Path) -> 
     """Its gradients are not left over for the next epoch, and the epoch is validated."""
     # After the first optimiser step, 12 of 24 samples are read.
     path, *_ = run_ranks(
-        save_at, 3, tmp_path, twenty_four, "train_batch_end-2", env=by_hand_env(3), **IN_PAIRS
+        save_at, 3, tmp_path, TWENTY_FOUR, "train_batch_end-2", env=by_hand_env(3), **IN_PAIRS
     )
-    for run, _ in run_ranks(resume_from, 2, tmp_path, twenty_four, path, **IN_PAIRS):
+    for run, _ in run_ranks(resume_from, 2, tmp_path, TWENTY_FOUR, path, **IN_PAIRS):
         # Three batches are left: two of one optimiser step, and the last one alone.
         assert len(run.steps) == 3
         assert run.counts.optimiser_steps == 1 + 2
         names = [event.what for event in run.events]
         assert names == ["step", "step", "step", "validation", "epoch end"]
-
-
-def resume_exception(rank: int, world_size: int, directory: Path, shuffle: bool) -> str:
-    """Describe how a run differs whose fourth of six batches has raised."""
-    options = {"model": continuing.WITHOUT_DROPOUT, "max_epochs": 1, **UNDIVIDED}
-    loaders = continuing.shuffled(12, shuffle=shuffle)
-    training = continuing.Training(loaders, directory, options=options)
-    whole = training.run()
-    path = training.run("exception-3", fail_at=(0, 3)).saved["exception-3"]
-    return continuing.difference(training, whole, 3, training.run(ckpt_path=path))
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_a_run_continues_with_the_batch_that_raised(shuffle: bool, tmp_path: Path) -> None:
-    """Also if each rank shuffles all samples by itself."""
-    assert run_ranks(resume_exception, 2, tmp_path, shuffle) == ["", ""]
-
-
-class DrawingSampler(continuing.Turning):
-    """Draws a number whenever Lightning sets its epoch."""
-
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        torch.rand(())
-
-
-def resume_with_drawing_sampler(rank: int, world_size: int, directory: Path) -> dict[str, str]:
-    """Return the differences of resumed runs of a model with dropout."""
-    sampler = DrawingSampler(24, rank, world_size)
-    options = {"use_distributed_sampler": False}
-    training = continuing.Training(
-        continuing.loader(24, sampler=sampler), directory, options=options
-    )
-    return continuing.generations(training, ["train_batch_end-3"], ["train_batch_end-8"])
-
-
-def test_a_sampler_that_draws_when_its_epoch_is_set(tmp_path: Path) -> None:
-    """Setting the epoch of a resumed run again does not change later random numbers."""
-    assert run_ranks(resume_with_drawing_sampler, 2, tmp_path) == [{}, {}]

@@ -1,18 +1,16 @@
-"""The strategy can be chosen by its name, pickled, and used without a running Trainer."""
+"""The strategy can be chosen by its name, and used without a running Trainer."""
 
 import importlib
-import pickle
 import re
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_ddp_ext
-from lightning_ddp_ext import DDPExtStrategy, World
+from lightning_ddp_ext import DDPExtStrategy
 from tests.harness import training
 from tests.harness.ranks import launch_ranks
 from tests.harness.training import Net, make_trainer
@@ -71,77 +69,26 @@ def test_a_notebook_may_only_fork_ranks(name: str, is_compatible: bool) -> None:
     assert launcher.is_interactive_compatible is is_compatible
 
 
-def read_before_and_after_fit(kind: training.Kind, directory: Path) -> list[dict[str, Any]]:
-    strategy: Any = training.make_strategy(kind, directory, find_unused_parameters=True)
-    trainer = make_trainer(strategy)
-    before = world_and_init_method(strategy)
-    trainer.fit(Net())
-    return [before, world_and_init_method(strategy)]
-
-
-def world_and_init_method(strategy: Any) -> dict[str, Any]:
-    """Return the strategy's world, and the init method of a pickled copy."""
-    copy = pickle.loads(pickle.dumps(strategy))
-    return {"world": strategy.world, "init method of copy": str(copy._rendezvous.init_method)}
-
-
-def test_the_world_is_known_and_the_strategy_can_be_pickled(tmp_path: Path) -> None:
-    """Both work as soon as the strategy has a Trainer, and after a run."""
-    by_rank = training.on_ranks("ours", read_before_and_after_fit, tmp_path)
-    for rank, read in enumerate(by_rank):
-        world = World(
-            rank=rank,
-            world_size=2,
-            local_rank=rank,
-            local_world_size=2,
-            node_rank=0,
-            source="RANK, WORLD_SIZE and LOCAL_RANK",
-        )
-        init_method = f"file://{tmp_path}/ours/store"
-        assert read == [{"world": world, "init method of copy": init_method}] * 2
-
-
-class Used(NamedTuple):
-    """The backend of the group, and the results of the strategy's methods."""
-
-    backend: str
-    results: dict[str, Any]
-
-
-def use_by_hand(kind: training.Kind, directory: Path) -> Used:
+def use_by_hand(kind: training.Kind, directory: Path) -> dict[str, Any]:
     """Form a group and call methods of the strategy, and then train."""
-    strategy = training.make_strategy(kind, directory, process_group_backend="later")
-    dist.Backend.register_backend(
-        "later", lambda *options: dist.ProcessGroupGloo(*options), devices=["cpu"]
-    )
+    strategy = training.make_strategy(kind, directory)
     trainer = make_trainer(strategy)
     strategy.setup_environment()  # without a module
     strategy.connect(Net())
     strategy.setup_environment()  # with a module that has no Trainer
-    error = RuntimeError(
-        "Expected to have finished reduction in the prior iteration before starting a new one."
-    )
-    strategy.on_exception(error)
     results = {
         "broadcast": strategy.broadcast(trainer.global_rank),
         "all": strategy.reduce_boolean_decision(trainer.is_global_zero, all=True),
         "any": strategy.reduce_boolean_decision(trainer.is_global_zero, all=False),
-        "hint": str(error),
     }
-    backend = dist.get_backend()
     trainer.fit(Net())
-    return Used(backend, {**results, "steps": trainer.global_step})
+    return {**results, "steps": trainer.global_step}
 
 
 def test_the_strategy_is_used_by_hand_as_stock_is(tmp_path: Path) -> None:
-    """Methods work before a run and without a module.
-
-    A script may register the backend after it makes the strategy.
-    """
+    """Methods work before a run and without a module."""
     ours, stock = training.on_both(use_by_hand, tmp_path)
-    assert [used.backend for used in ours] == ["later", "later"]
-    assert [used.backend for used in stock] == ["gloo", "gloo"]  # of the test's group
-    assert [used.results for used in ours] == [used.results for used in stock]
+    assert ours == stock
 
 
 def train_with_all_warnings(rank: int, world_size: int, directory: Path) -> None:

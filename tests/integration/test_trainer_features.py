@@ -2,7 +2,6 @@
 `DDPExtStrategy` as with `ddp`. What else a Trainer offers is in ``test_stock_sweep``.
 """
 
-import copy
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -21,10 +20,14 @@ from tests.harness.training import Net
 
 
 class Module(L.LightningDataModule):
-    """Has its own data, and records the called hooks."""
+    """Has its own data, and records the called hooks.
 
-    def __init__(self) -> None:
+    A spawned worker gets a bound method, and with it this data module and its Trainer.
+    """
+
+    def __init__(self, context: str) -> None:
         super().__init__()
+        self.context = context
         self.calls: list[str] = []
 
     def prepare_data(self) -> None:
@@ -42,87 +45,40 @@ class Module(L.LightningDataModule):
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(training.data(8), batch_size=2)
 
-
-class GettingWorse(Net):
-    """Its validation loss falls for two epochs, then rises."""
-
-    def validation_step(self, batch: training.Batch, index: int) -> None:
-        self.log("val_loss", abs(self.current_epoch - 1.0), sync_dist=True)
-
-
-def stop_early_and_test_the_best(kind: training.Kind, directory: Path) -> dict[str, Any]:
-    L.seed_everything(7)
-    checkpoint = callbacks.ModelCheckpoint(
-        directory / "files", "{epoch}", monitor="val_loss", save_top_k=2, save_last=True
-    )
-    stopping = callbacks.EarlyStopping("val_loss", patience=2)
-    trainer = training.make_trainer(
-        training.make_strategy(kind, directory),
-        callbacks=[checkpoint, stopping, callbacks.GradientAccumulationScheduler({0: 1, 1: 2})],
-        enable_checkpointing=True,
-        max_epochs=9,
-    )
-    module = Module()
-    model = GettingWorse()
-    trainer.fit(model, datamodule=module)
-    trainer.strategy.barrier()  # rank 0 has written its files
-    return {
-        "epochs": trainer.current_epoch,
-        "steps": trainer.global_step,
-        "stopped at": stopping.stopped_epoch,
-        "best": Path(checkpoint.best_model_path).name,
-        "kept": sorted(Path(path).name for path in checkpoint.best_k_models),
-        "hooks": [*module.calls],
-        "files": sorted(path.name for path in (directory / "files").iterdir()),
-        "score": float(checkpoint.best_model_score),
-        "tested": trainer.test(model, ckpt_path="best", verbose=False),
-    }
-
-
-def test_a_run_with_a_data_module_stops_early_and_tests_its_best_checkpoint(
-    tmp_path: Path,
-) -> None:
-    """Hooks, files, epochs and metrics are stock's on each rank."""
-    ours, stock = training.on_both(stop_early_and_test_the_best, tmp_path)
-    assert ours == stock
-    first, second = ours
-    assert first["files"] == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
-    assert (first["best"], first["epochs"]) == ("epoch=1.ckpt", 4)
-    assert first["steps"] == 4 + 3 * 2, "two batches a step after the first epoch"
-    assert first["hooks"] == ["prepare_data", "setup", "teardown"]
-    assert second["hooks"] == ["setup", "teardown"]
-
-
-class Collating(Module):
-    """Its spawned worker gets a bound method, and with it this data module and its
-    Trainer.
-    """
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        workers: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    def test_dataloader(self) -> DataLoader[Any]:
+        workers: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": self.context}
         return DataLoader(training.data(8), batch_size=4, collate_fn=self.collate, **workers)
-
-    test_dataloader = predict_dataloader = val_dataloader
 
     def collate(self, samples: list[Any]) -> training.Batch:
         x, y = zip(*samples, strict=True)
         return [2 * torch.stack(x), torch.stack(y)]
 
 
-def use_spawned_workers(kind: training.Kind, directory: Path) -> list[Any]:
+def fit_and_test_the_best(kind: training.Kind, directory: Path, context: str) -> dict[str, Any]:
     L.seed_everything(7)
-    trainer = training.make_trainer(training.make_strategy(kind, directory))
-    return [
-        trainer.validate(Net(), Collating(), verbose=False),
-        trainer.test(Net(), Collating(), verbose=False),
-        trainer.predict(Net(), Collating()),
-    ]
+    checkpoint = ModelCheckpoint(directory / "files", "{epoch}", monitor="val_loss")
+    module = Module(context)
+    model = Net()
+    trainer = training.make_trainer(
+        training.make_strategy(kind, directory), callbacks=[checkpoint], enable_checkpointing=True
+    )
+    trainer.fit(model, datamodule=module)
+    return {
+        "hooks": [*module.calls],
+        "best": Path(checkpoint.best_model_path).name,
+        "tested": trainer.test(model, module, ckpt_path="best", verbose=False),
+    }
 
 
-def test_a_spawned_worker_may_get_a_method_of_a_data_module(tmp_path: Path) -> None:
-    """Each evaluation has stock's results, to the last bit."""
-    ours, stock = training.on_both(use_spawned_workers, tmp_path)
-    training.assert_same(ours, stock)
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
+def test_a_data_module_is_trained_on_and_the_best_checkpoint_tested(
+    context: str, tmp_path: Path
+) -> None:
+    """Hooks, files and metrics are stock's on each rank, also with spawned workers."""
+    ours, stock = training.on_both(fit_and_test_the_best, tmp_path, context)
+    assert ours == stock
+    assert ours[0]["hooks"] == ["prepare_data", "setup", "teardown"]
+    assert ours[1]["hooks"] == ["setup", "teardown"]
 
 
 class Compiled(Net):
@@ -148,29 +104,3 @@ def test_a_compiled_network_learns_what_it_learns_with_stock(tmp_path: Path) -> 
         training.on_ranks(kind, train_compiled, tmp_path, env=env) for kind in training.KINDS
     )
     training.assert_same(ours, stock)
-
-
-class CopyingTrainer(L.Callback):
-    """Copies the Trainer in each batch, as some loggers and callbacks do."""
-
-    def __init__(self) -> None:
-        self.copies: list[L.Trainer] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.copies.append(copy.deepcopy(trainer))
-
-
-def copy_a_running_trainer(kind: training.Kind, directory: Path) -> list[tuple[type, int]]:
-    """Return the class of each copy's loader, and the number of batches that it reads."""
-    copying = CopyingTrainer()
-    training.fit(kind, directory, Net(), copying, max_epochs=1)
-    return [
-        (type(each.train_dataloader), len(list(each.train_dataloader))) for each in copying.copies
-    ]
-
-
-def test_a_running_trainer_can_be_copied(tmp_path: Path) -> None:
-    """Its copies have the user's loaders, without the place in them."""
-    ours, stock = training.on_both(copy_a_running_trainer, tmp_path)
-    assert ours == stock
-    assert ours[0]

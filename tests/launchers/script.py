@@ -41,7 +41,7 @@ def main(
     for run, url in enumerate(urls):
         leave()
         kill = At("on_train_batch_start", partial(die, death, run), earlier=1)
-        tell = At("on_train_end", partial(report_rank, run, url))
+        tell = At("on_train_end", partial(report_rank, run))
         chosen = {**(strategy or {}), **({} if url is None else {"init_method": url})}
         ours = DDPExtStrategy(**chosen) if chosen else "ddp_ext"
         weights, results = learn(ours, calls, callbacks=[kill, tell], **options)
@@ -67,25 +67,10 @@ def die(death: dict[str, int] | None, run: int, trainer: L.Trainer) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def report_rank(run: int, url: str | None, trainer: L.Trainer) -> None:
-    """Report this rank's place and weights, and how it found the others."""
-    place = {
-        "world_size": trainer.world_size,
-        "local_rank": trainer.local_rank,
-        "node_rank": trainer.node_rank,
-    }
-    scheme, _, path = (url or "").partition("://")
-    files = os.listdir(os.path.dirname(path)) if scheme == "file" else []
-    report(
-        "trained",
-        run=run,
-        rank=trainer.global_rank,
-        place=place,
-        pid=os.getpid(),
-        weights=fingerprint(trainer.lightning_module),
-        files=files,
-        has_address="MASTER_ADDR" in os.environ,
-    )
+def report_rank(run: int, trainer: L.Trainer) -> None:
+    """Report this rank's place and weights."""
+    place = trainer.global_rank, trainer.world_size, trainer.local_rank, trainer.node_rank
+    report("trained", run=run, place=place, weights=fingerprint(trainer.lightning_module))
 
 
 def report(what: str, **facts: Any) -> None:

@@ -83,37 +83,22 @@ class Runs:
         returns = self._ranks * runs if returns is None else returns
         connections = [1] * runs if connections is None else connections
         reports = [json.loads(line) for line in re.findall(r"^{.*}$", output, re.MULTILINE)]
-        trained = [report for report in reports if report["what"] == "trained"]
         returned = [report for report in reports if report["what"] == "returned"]
         weights, _ = learned_with_stock(self._ranks)
         assert len(returned) == returns, output
         assert {report["weights"] for report in reports} == {weights}
         assert all(report["results"] == list(results) for report in returned), output
-        for run, method in enumerate(self._urls):
-            self._expect_all_ranks([each for each in trained if each["run"] == run], method)
-        self._expect_connected(output, connections)
-        assert not list(self._directory.iterdir()), "the last rank to leave removes the file"
-
-    def _expect_connected(self, output: str, connections: Sequence[int]) -> None:
-        """Fail unless the ranks connected this often, by run, at the URL of the run."""
-        formed = rf"process group: gloo, {self._ranks} ranks, (\S+)$"
-        urls = zip(self._urls.values(), connections, strict=True)
-        expected = [url for url, times in urls for _ in range(times)]
-        assert sorted(re.findall(formed, output, re.MULTILINE)) == sorted(expected), output
-
-    def _expect_all_ranks(self, trained: list[dict[str, Any]], method: str) -> None:
-        """Fail unless each rank of a run reported from another process.
-
-        Without the init method ``file``, the ranks have the address of rank 0.
-        """
-        assert len({report["pid"] for report in trained}) == len(trained), trained
-        places = {report["rank"]: report["place"] for report in trained}
+        places = {(report["run"], *report["place"]) for report in reports if "place" in report}
         assert places == {
-            rank: {"world_size": self._ranks, "local_rank": rank % 2, "node_rank": rank // 2}
+            (run, rank, self._ranks, rank % 2, rank // 2)
+            for run in range(runs)
             for rank in range(self._ranks)
         }
-        assert method == "file" or all(report["has_address"] for report in trained), trained
-        assert all(report["files"] == [] for report in trained), trained  # rank 0 removed it
+        formed = rf"process group: gloo, {self._ranks} ranks, (\S+)$"
+        urls = zip(self._urls.values(), connections, strict=True)
+        expected_urls = [url for url, times in urls for _ in range(times)]
+        assert sorted(re.findall(formed, output, re.MULTILINE)) == sorted(expected_urls), output
+        assert not list(self._directory.iterdir()), "the last rank to leave removes the file"
 
 
 @cache
@@ -163,7 +148,7 @@ def test_by_hand_with_three_variables(tmp_path: Path) -> None:
 
 def test_srun(tmp_path: Path) -> None:
     """A task of srun is a rank; the job gives the address."""
-    runs = Runs(tmp_path, "none", *METHODS)
+    runs = Runs(tmp_path, "none", "tcp")
     runs.expect_trained(run_train(runs.argument(), by_srun()))
 
 

@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.harness.scripts import run_script
 
 SCRIPT = """
@@ -95,6 +97,7 @@ def test_a_process_that_trained_alone_starts_ranks_and_joins_them() -> None:
     assert sorted(trains) == ["rank 0 of 1", "rank 0 of 2", "rank 1 of 2"], done.output
 
 
+@pytest.mark.nightly
 def test_a_started_rank_refuses_a_trainer_with_fewer_devices() -> None:
     """Otherwise, the rank would train alone, as the launching process already did."""
     done = run_script(ALONE_FIRST, "on all ranks", time_limit=TIME_LIMIT)

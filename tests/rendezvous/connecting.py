@@ -29,8 +29,12 @@ Settings = Mapping[str, Any]
 
 
 def place(kind: str, directory: Path) -> Place:
-    """Return an unused place of a kind, ``tcp`` or ``file``."""
-    return Tcp("127.0.0.1", free_port()) if kind == "tcp" else File(str(directory / "store"))
+    """Return an unused place of a kind, ``tcp`` or ``file``; the file is empty."""
+    if kind == "tcp":
+        return Tcp("127.0.0.1", free_port())
+    path = directory / "store"
+    path.touch()  # as ``tempfile.mkstemp`` makes it
+    return File(str(path))
 
 
 def request(
@@ -103,13 +107,6 @@ def web(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_WR)
 
 
-def add_ones() -> float:
-    """Run a collective that returns the number of ranks in it."""
-    ones = torch.ones(1)
-    dist.all_reduce(ones)
-    return float(ones)
-
-
 def connect(seat: int, seats: int, where: Place, settings: Sequence[Settings]) -> float:
     """Hold at "ready", join, and return the number of ranks in the group.
 
@@ -121,7 +118,9 @@ def connect(seat: int, seats: int, where: Place, settings: Sequence[Settings]) -
         hold_before(fields.pop("hold_before"))
     hold("ready")
     join(request(**fields))
-    return add_ones()
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    return float(ones)
 
 
 def announce_handshake() -> None:

@@ -16,21 +16,16 @@ from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rendezvous.channel import MAX_MESSAGE, encode
 from lightning_ddp_ext.rendezvous.endpoint import Address, FileEndpoint
 from lightning_ddp_ext.rendezvous.init_method import File, Tcp
-from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import RankInfo, Timeouts
-from tests.harness.ranks import HOST, RankProcesses, free_port, hold, rank_name
+from tests.harness.ranks import HOST, RankProcesses, free_port, rank_name
 from tests.rendezvous.connecting import (
     LONG,
     Answer,
-    Place,
-    add_ones,
-    announce_handshake,
     common_message,
     connect,
     message_of,
     outcomes_at,
     place,
-    request,
     server,
     silent,
     web,
@@ -77,7 +72,11 @@ def test_a_second_rank_zero_does_not_replace_the_first_ones_file(tmp_path: Path)
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_a_late_rank_does_not_find_a_run_that_has_started(kind: str, tmp_path: Path) -> None:
-    """Rank 0's address is open only until all ranks have connected."""
+    """Rank 0's address is open only until all ranks have connected.
+
+    ``srun bash -c "python fit.py; python test.py"`` starts the second script on a rank
+    while the first one may still be running on rank 0.
+    """
     running = [{"world_size": 2, "init_timeout": LONG, "hold_before": "all_reduce"}] * 2
     late = {"rank": 1, "world_size": 2, "init_timeout": 2.0}
     with RankProcesses(connect, 3, place(kind, tmp_path), [*running, late]) as ranks:
@@ -87,20 +86,19 @@ def test_a_late_rank_does_not_find_a_run_that_has_started(kind: str, tmp_path: P
         ranks.release(2)
         (refused,) = ranks.wait(2)
         # Each rank of the run has two collectives: that which checks the new group, and
-        # that of ``add_ones``.
+        # that which counts the ranks.
         ranks.release(0, 1, 0, 1)
         finished = ranks.wait(0, 1)
     assert "did not find rank 0 at" in message_of(refused, RendezvousError)
     assert [outcome.exit_code for outcome in finished] == [0, 0]
 
 
-@pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_two_named_runs_at_one_address_do_not_mix(kind: str, tmp_path: Path) -> None:
+def test_two_named_runs_at_one_address_do_not_mix(tmp_path: Path) -> None:
     """The run whose rank 0 listens first starts, and refuses the ranks of the other one.
 
     Two steps of a SLURM job get the same port.
     """
-    where = place(kind, tmp_path)
+    where = place("tcp", tmp_path)
     common = {"world_size": 2, "init_timeout": LONG}
     settings = [
         {"rank": rank, "run": run, **common} for run in ("STEP=0", "STEP=1") for rank in (0, 1)
@@ -117,39 +115,6 @@ def test_two_named_runs_at_one_address_do_not_mix(kind: str, tmp_path: Path) -> 
             )
         ranks.release(1)
         assert [outcome.result for outcome in ranks.wait(0, 1)] == [2.0, 2.0]
-
-
-def run_in_turn(seat: int, seats: int, where: Place) -> float:
-    """Join as a rank of the first run (seats 0 and 1) or of the second (2 and 3).
-
-    Rank 0 of the first run holds before it exits.
-    """
-    announce_handshake()
-    hold("ready")
-    join(request(seat % 2, 2, where, init_timeout=LONG))
-    total = add_ones()
-    if seat == 0:
-        hold("done")
-    return total
-
-
-@pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_ranks_of_the_next_script_wait_for_their_own_rank_0(kind: str, tmp_path: Path) -> None:
-    """They connect once it listens, while rank 0 may still be in the first script.
-
-    ``srun bash -c "python fit.py; python test.py"`` starts the second script on a rank
-    while the first one may still be running on rank 0.
-    """
-    first_rank_0, first_rank_1, next_rank_0, next_rank_1 = range(4)
-    with RankProcesses(run_in_turn, 4, place(kind, tmp_path)) as ranks:
-        ranks.release(first_rank_0, first_rank_1)
-        ranks.wait_for("done", first_rank_0)
-        ranks.wait(first_rank_1)
-        ranks.release(next_rank_1)
-        ranks.release(first_rank_0)
-        ranks.wait(first_rank_0)
-        ranks.release(next_rank_0)
-        assert [outcome.result for outcome in ranks.wait()] == [2.0] * 4
 
 
 def test_rank_zero_raises_if_it_cannot_write_the_file(tmp_path: Path) -> None:
@@ -214,7 +179,7 @@ def test_a_killed_runs_address_does_not_disturb_the_next_run(
     answer: Answer, tmp_path: Path
 ) -> None:
     """The next run starts even if another program listens at the address in the file,
-    and removes the file at its end.
+    which only this user can read; it removes the file at its end.
     """
     path = tmp_path / "run"
     path.touch()  # as ``tempfile.mkstemp`` makes it
@@ -222,6 +187,7 @@ def test_a_killed_runs_address_does_not_disturb_the_next_run(
         FileEndpoint(str(path)).publish(
             Address((where.host,), where.port, "of a killed run", "network")
         )
+        assert path.stat().st_mode & 0o777 == 0o600
         settings = [{"timeouts": SOON}] * 2
         outcomes = outcomes_at(File(str(path)), settings, init_timeout=LONG)
     assert [outcome.result for outcome in outcomes] == [2.0, 2.0]

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import pytest
@@ -27,9 +27,6 @@ VARIABLES_OF_EACH_TYPE = {
 RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
 NAMES = ("NCCL_DEBUG", RETHROW, *ON_LO, *VARIABLES_OF_EACH_TYPE)
 NOT_EXPORTED = dict.fromkeys(NAMES)  # removes those that a developer's shell exports
-# Gloo under this name; the package applies settings of NCCL to each backend whose name
-# contains "nccl".
-STAND_IN = "nccl_stand_in"
 
 
 @pytest.mark.parametrize(
@@ -74,117 +71,91 @@ def train_over_lo(directory: Path, options: NCCLOptions | None) -> Recorder:
     return recorder
 
 
-class Run(NamedTuple):
-    """The variables during a run, and whether its group is not the one of the run before."""
-
-    variables: dict[str, str]
-    has_new_group: bool
-
-
-def change_settings(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
-    """Train four times; return each run, and the variables after them."""
-    runs = []
+def change_settings(rank: int, world_size: int, directory: Path) -> list[Any]:
+    """Train four times; return the variables in each run, and whether its group is not
+    the one before, and the variables after the runs.
+    """
+    seen: list[Any] = []
     group = None
     for options in (NCCLOptions(debug="WARN"), OF_EACH_TYPE, None, None):
         recorder = train_over_lo(directory, options)
-        runs.append(Run(recorder.variables, has_new_group=recorder.group is not group))
+        seen.append((recorder.variables, recorder.group is not group))
         group = recorder.group
     leave()
-    return {"runs": runs, "after": variables()}
+    return [*seen, variables()]
 
 
 def test_variables_are_set_while_the_group_is_open(tmp_path: Path) -> None:
     """Each Trainer has the variables of its own settings, and a new group only if these
     differ from the last Trainer's; afterwards none is set.
     """
-    expected = {
-        "runs": [
-            Run({"NCCL_DEBUG": "WARN"} | ON_LO, has_new_group=True),
-            Run(VARIABLES_OF_EACH_TYPE | ON_LO, has_new_group=True),
-            Run(ON_LO, has_new_group=True),
-            Run(ON_LO, has_new_group=False),
-        ],
-        "after": {},
-    }
+    expected = [
+        ({"NCCL_DEBUG": "WARN"} | ON_LO, True),
+        (VARIABLES_OF_EACH_TYPE | ON_LO, True),
+        (ON_LO, True),
+        (ON_LO, False),
+        {},
+    ]
     env = {**by_hand_env(2), **NOT_EXPORTED}
     assert run_ranks(change_settings, 2, tmp_path, env=env) == [expected] * 2
 
 
-EXPORTED = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "lo"}
-CONTRADICTION = (
-    "nccl= of the strategy sets NCCL_DEBUG=WARN, but the environment has NCCL_DEBUG=INFO; remove"
-    " one of them"
-)
-
-
-def contradict_and_agree(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+def contradict_and_agree(rank: int, world_size: int, directory: Path) -> list[Any]:
     """Train with another value than the exported one, then with the same; return the
-    first run's error, and the variables in the second run and after it.
+    variables in the second run and after it.
     """
-    with pytest.raises(ConfigurationError) as refusal:
+    contradiction = (
+        "nccl= of the strategy sets NCCL_DEBUG=WARN, but the environment has NCCL_DEBUG=INFO;"
+        " remove one of them"
+    )
+    with pytest.raises(ConfigurationError, match=contradiction):
         train_over_lo(directory, NCCLOptions(debug="WARN"))
     agreeing = train_over_lo(directory, NCCLOptions(debug="INFO"))
     leave()
-    return {"error": str(refusal.value), "variables": agreeing.variables, "after": variables()}
+    return [agreeing.variables, variables()]
 
 
 def test_variables_that_the_user_exports_stay(tmp_path: Path) -> None:
     """A strategy that sets another value is refused; after one that sets the same, the
     variables are as the user exported them.
     """
-    env = {**by_hand_env(2), **NOT_EXPORTED, **EXPORTED}
-    expected = {
-        "error": CONTRADICTION,
-        "variables": EXPORTED | {"GLOO_SOCKET_IFNAME": "lo"},
-        "after": EXPORTED,
-    }
+    exported = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "lo"}
+    env = {**by_hand_env(2), **NOT_EXPORTED, **exported}
+    expected = [exported | {"GLOO_SOCKET_IFNAME": "lo"}, exported]
     assert run_ranks(contradict_and_agree, 2, tmp_path, env=env) == [expected] * 2
 
 
-def fit_with_options(rank: int, world_size: int, directory: Path) -> None:
-    name = backend(STAND_IN)
+def fit_with_options(rank: int, world_size: int, directory: Path) -> list[str | None]:
+    """Change NCCL's settings in the last of three fits; return torch's variable during
+    each fit, and afterwards.
+    """
+    # NCCL's settings apply to each backend whose name contains "nccl"; this one is gloo.
+    name = backend("nccl_stand_in")
+    values = []
     for debug in ("WARN", "WARN", "VERSION"):
-        strategy = {"nccl": NCCLOptions(debug=debug), "process_group_backend": name}
-        fit("ours", directory, Net(), strategy=strategy, devices=1, fast_dev_run=1)
-
-
-def test_settings_that_nccl_may_not_read_again_are_reported(tmp_path: Path) -> None:
-    """One warning appears, for the only Trainer of three that changes a setting."""
-    env = {**by_hand_env(1), **NOT_EXPORTED}
-    (outcome,) = launch_ranks(fit_with_options, 1, tmp_path, env=env)
-    assert outcome.exit_code == 0, outcome.story()
-    warning = "this Trainer sets other variables of NCCL than an earlier one"
-    assert outcome.output.count(warning) == 1, outcome.story()
-
-
-def fit_over_gloo_and_nccl(rank: int, world_size: int, directory: Path) -> dict[str, str | None]:
-    """Return the variable's value during each run, and after leaving the group."""
-    values = {}
-    for name in ("gloo", backend(STAND_IN)):
         recorder = Recorder()
-        strategy = {"process_group_backend": name}
+        strategy = {"nccl": NCCLOptions(debug=debug), "process_group_backend": name}
         fit("ours", directory, Net(), recorder, strategy=strategy, devices=1, fast_dev_run=1)
-        values[name] = recorder.variables.get(RETHROW)
+        values.append(recorder.variables.get(RETHROW))
     leave()
-    return {**values, "after": os.environ.get(RETHROW)}
+    return [*values, os.environ.get(RETHROW)]
 
 
 @pytest.mark.parametrize(
-    ("exported", "expected"),
-    [
-        (None, {"gloo": None, STAND_IN: "0", "after": None}),
-        ("1", {"gloo": "1", STAND_IN: "1", "after": "1"}),
-    ],
+    ("exported", "expected"), [(None, ["0", "0", "0", None]), ("1", ["1", "1", "1", "1"])]
 )
-def test_torch_leaves_errors_of_cuda_to_python(
-    exported: str | None, expected: Any, tmp_path: Path
+def test_a_change_of_settings_is_reported_and_errors_of_cuda_are_left_to_python(
+    exported: str | None, expected: list[str | None], tmp_path: Path
 ) -> None:
-    """``TORCH_NCCL_RETHROW_CUDA_ERRORS`` is 0 during a run with NCCL, unless the user
-    exports it.
+    """One warning says that NCCL may not read its settings again, and torch's variable for
+    errors of CUDA is 0 during a run with NCCL, unless the user exports it.
     """
     # With torch's default, its watchdog ends the process before Python reports an error.
     env = {**by_hand_env(1), **NOT_EXPORTED, RETHROW: exported}
-    assert run_ranks(fit_over_gloo_and_nccl, 1, tmp_path, env=env) == [expected]
+    (outcome,) = launch_ranks(fit_with_options, 1, tmp_path, env=env)
+    assert outcome.result == expected, outcome.story()
+    warning = "this Trainer sets other variables of NCCL than an earlier one"
+    assert outcome.output.count(warning) == 1, outcome.story()
 
 
 def test_an_interface_is_excluded_for_nccl_only() -> None:

@@ -1,26 +1,29 @@
 """Ranks that start form one group, or every rank names the reason for the failure."""
 
+import contextlib
 import re
 import signal
 import socket
-from itertools import count
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from lightning_ddp_ext.errors import RankDiedError, RendezvousError
-from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.endpoint import connect_store
 from lightning_ddp_ext.rendezvous.init_method import File, Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from tests.harness.network import Network
-from tests.harness.ranks import HOST, RankProcesses, announce, free_port, hold, rank_name
+from tests.harness.ranks import HOST, free_port, launch_ranks, rank_name
+from tests.harness.training import backend
 from tests.rendezvous.connecting import (
     LONG,
-    Answer,
-    add_ones,
+    Place,
     common_message,
     message_of,
     outcomes_at,
@@ -33,62 +36,62 @@ from tests.rendezvous.connecting import (
 )
 
 
-@pytest.mark.parametrize("init_method", [None, "env://"])
-def test_every_rank_names_one_that_never_starts(init_method: str | None, tmp_path: Path) -> None:
+def test_every_rank_names_one_that_never_starts(tmp_path: Path) -> None:
     """All raise after the shortest ``init_timeout``, and list the connected ranks."""
     where = place("tcp", tmp_path)
-    common = {"world_size": 3, "init_method": init_method}
+    common = {"world_size": 3, "init_method": "env://"}
     waits = (LONG, 5.0)
     outcomes = outcomes_at(where, [{"init_timeout": wait, **common} for wait in waits])
-    address = f"{where} (env://)" if init_method else str(where)
     present = ", ".join(rank_name(outcome.rank, outcome.pid) for outcome in outcomes)
     assert common_message(outcomes, RendezvousError) == (
-        f"rank 2 of 3 did not connect to {address} within 5 s (init_timeout);"
+        f"rank 2 of 3 did not connect to {where} (env://) within 5 s (init_timeout);"
         f" present: {present}; check that every rank is running and can reach rank 0, or raise"
         " init_timeout"
     )
 
 
-@pytest.mark.nightly
-@pytest.mark.netns
-def test_both_hosts_name_a_rank_beyond_a_link_cut_while_the_group_forms(
-    two_hosts: Network,
+def free_place() -> contextlib.AbstractContextManager[Tcp]:
+    return contextlib.nullcontext(Tcp("127.0.0.1", free_port()))
+
+
+@pytest.mark.parametrize(
+    ("at_place", "reason"),
+    [
+        pytest.param(free_place, "Connection refused", id="nothing"),
+        pytest.param(
+            partial(server, silent),
+            "it accepted the connection, but did not reply",
+            id="a silent server",
+        ),
+        pytest.param(
+            partial(server, web),
+            "a program other than rank 0 is answering there",
+            id="a web server",
+        ),
+    ],
+)
+def test_a_rank_that_does_not_find_rank_zero_names_the_address(
+    at_place: Callable[[], contextlib.AbstractContextManager[Tcp]], reason: str
 ) -> None:
-    """All ranks exit, also one whose main thread is blocked."""
-    where = Tcp(two_hosts[0].address, free_port())
-    hosts = [two_hosts[0], two_hosts[1], two_hosts[0]]
-    settings: list[dict[str, Any]] = [
-        {"init_timeout": LONG, "timeouts": Timeouts(heartbeat=3.0)} for _ in hosts
-    ]
-    settings[2]["hold_before"] = "all_reduce"
-    with started(where, settings, namespaces=hosts) as ranks:
-        ranks.wait_for("in front", 2)
-        two_hosts.cut()
-        here, there, blocked = ranks.wait()
-    death_there = f"{rank_name(1, there.pid, 'host-b')} died: no sign of life"
-    death_here = f"{rank_name(0, here.pid, 'host-a')} died: no sign of life"
-    assert message_of(here, RankDiedError).startswith(death_there)
-    assert message_of(there, RankDiedError).startswith(death_here)
-    assert f"[rank 2] RankDiedError: {death_there}" in blocked.output
-
-
-@pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_a_rank_that_does_not_find_rank_zero_names_the_address(kind: str, tmp_path: Path) -> None:
-    """The error has the address, the reason of the last attempt, and what to check."""
-    where = place(kind, tmp_path)
-    (outcome,) = outcomes_at(where, [{"rank": 1, "world_size": 2}])
-    if isinstance(where, Tcp):
-        address = f"127.0.0.1:{where.port}"
-        reason = "Connection refused"
-        remedy = "that its host has this address"
-    else:
-        address = str(where)
-        reason = "rank 0 has not published its address there"
-        remedy = "that it uses the same init_method (a file must be on a disk that all hosts share)"
+    """The error has the reason of the last attempt, and what to check."""
+    with at_place() as where:
+        (outcome,) = outcomes_at(where, [{"rank": 1, "world_size": 2}])
     assert message_of(outcome, RendezvousError) == (
-        f"{rank_name(1, outcome.pid)} did not find rank 0 at {address} within 4 s"
-        f" ({reason}); check that rank 0 is running, {remedy}, and that no firewall blocks the"
-        " connection"
+        f"{rank_name(1, outcome.pid)} did not find rank 0 at 127.0.0.1:{where.port} within 4 s"
+        f" ({reason}); check that rank 0 is running, that its host has this address, and that no"
+        " firewall blocks the connection"
+    )
+
+
+def test_a_rank_that_finds_no_address_names_the_file(tmp_path: Path) -> None:
+    """The error says what to check of the file."""
+    where = place("file", tmp_path)
+    (outcome,) = outcomes_at(where, [{"rank": 1, "world_size": 2}])
+    assert message_of(outcome, RendezvousError) == (
+        f"{rank_name(1, outcome.pid)} did not find rank 0 at {where} within 4 s (rank 0 has not"
+        " published its address there); check that rank 0 is running, that it uses the same"
+        " init_method (a file must be on a disk that all hosts share), and that no firewall blocks"
+        " the connection"
     )
 
 
@@ -132,19 +135,14 @@ def test_a_rank_that_exits_before_all_have_connected_is_named_immediately(
         assert re.match(says.format(name), message_of(other, RendezvousError))
 
 
-@pytest.mark.parametrize(
-    ("kind", "victim", "left_files"), [("tcp", 0, []), ("file", 0, []), ("file", 2, [])]
-)
+@pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_killed_while_the_group_forms_is_named_immediately(
-    kind: str, victim: int, left_files: list[str], tmp_path: Path
+    victim: int, tmp_path: Path
 ) -> None:
-    """The others raise long before ``init_timeout``.
-
-    Rank 0 removes its address, unless it is killed.
-    """
+    """The others raise long before ``init_timeout``, and no file is left."""
     settings: list[dict[str, Any]] = [{"init_timeout": LONG} for _ in range(3)]
     settings[victim]["hold_before"] = "init_process_group"
-    with started(place(kind, tmp_path), settings) as ranks:
+    with started(place("file", tmp_path), settings) as ranks:
         ranks.wait_for("in front", victim)
         ranks.kill(victim)
         others = ranks.wait(*({0, 1, 2} - {victim}))
@@ -153,37 +151,7 @@ def test_a_rank_killed_while_the_group_forms_is_named_immediately(
         " every rank stops."
     )
     assert common_message(others, RankDiedError).startswith(death)
-    assert [path.name for path in tmp_path.iterdir()] == left_files
-
-
-def connect_early(seat: int, seats: int, where: Tcp) -> float:
-    """Join; rank 1 first tries to connect before rank 0 listens, from rank 0's port."""
-    attempts = count(1)
-    create = socket.create_connection
-
-    def create_connection(*args: Any, **kwargs: Any) -> socket.socket:
-        if next(attempts) == 1:
-            return create(*args, source_address=(where.host, where.port), **kwargs)
-        announce("tried")
-        return create(*args, **kwargs)
-
-    if seat == 0:
-        hold("late")
-    else:
-        socket.create_connection = create_connection
-    join(request(seat, seats, where))
-    return add_ones()
-
-
-def test_a_rank_that_connects_to_itself_tries_again() -> None:
-    """The kernel may choose rank 0's port for a rank that connects before rank 0
-    listens. Rank 0 can still listen there later.
-    """
-    with RankProcesses(connect_early, 2, Tcp("127.0.0.1", free_port())) as ranks:
-        ranks.wait_for("late", 0)
-        ranks.wait_for("tried", 1)
-        ranks.release(0)
-        assert [outcome.result for outcome in ranks.wait()] == [2.0, 2.0]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.netns
@@ -237,10 +205,9 @@ def test_both_hosts_name_the_other_after_a_link_cut_during_the_handshake(
     assert silence in message_of(there, RendezvousError)
 
 
-@pytest.mark.parametrize("answer", [silent, web])
-def test_rank_zero_names_a_port_that_another_program_uses(answer: Answer) -> None:
+def test_rank_zero_names_a_port_that_another_program_uses() -> None:
     """The message has the port, the reason and the remedies."""
-    with server(answer) as where:
+    with server(silent) as where:
         (outcome,) = outcomes_at(where, [{"world_size": 2}])
     assert message_of(outcome, RendezvousError) == (
         f"init_method '{where}': rank 0 on {HOST} (pid {outcome.pid}) cannot bind port"
@@ -249,60 +216,14 @@ def test_rank_zero_names_a_port_that_another_program_uses(answer: Answer) -> Non
     )
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        (silent, "it accepted the connection, but did not reply"),
-        (web, "a program other than rank 0 is answering there"),
-    ],
-)
-def test_another_programs_server_is_not_rank_zero(answer: Answer, reason: str) -> None:
-    """At ``init_timeout``, the error says how the server answered."""
-    with server(answer) as where:
-        (outcome,) = outcomes_at(where, [{"rank": 1, "world_size": 2}], init_timeout=4.0)
-    assert message_of(outcome, RendezvousError) == (
-        f"{rank_name(1, outcome.pid)} did not find rank 0 at 127.0.0.1:{where.port}"
-        f" within 4 s ({reason}); check that rank 0 is running,"
-        " that its host has this address, and that no firewall blocks the connection"
-    )
-
-
-@pytest.mark.parametrize("answer", [silent, web])
-def test_a_server_that_is_not_a_store_raises(answer: Answer) -> None:
-    """The error follows soon after the deadline; torch's client might never return."""
-    with (
-        server(answer) as where,
-        pytest.raises(RendezvousError, match=f"the store at 127.0.0.1:{where.port} cannot be used"),
-    ):
-        connect_store(where.host, where.port, Deadline(0.5))
-
-
 def test_a_host_name_that_does_not_resolve_is_named() -> None:
-    """Rank 0 names the missing rank, and that rank the host and the resolver's error."""
+    """The error has the host, and the resolver's error."""
     where = Tcp("no-such-host.invalid", 29500)
-    rank_zero, rank_one = outcomes_at(where, [{}, {}], init_timeout=1.0)
+    (outcome,) = outcomes_at(where, [{"rank": 1, "world_size": 2}], init_timeout=1.0)
     with pytest.raises(socket.gaierror) as unresolved:
         socket.getaddrinfo(where.host, where.port)
     reason = f"did not find rank 0 at {where.host}:29500 within 1 s ({unresolved.value.strerror})"
-    assert f"rank 1 of 2 did not connect to {where}" in message_of(rank_zero, RendezvousError)
-    assert reason in message_of(rank_one, RendezvousError)
-
-
-def test_a_file_that_is_empty_or_left_by_a_killed_run_is_used(tmp_path: Path) -> None:
-    """The next run starts there, and removes the file at its end."""
-    path = tmp_path / "store"
-    path.touch()  # as ``tempfile.mkstemp`` makes it
-    where = File(str(path))
-    with started(where, [{"init_timeout": LONG, "world_size": 3}] * 2) as ranks:
-        ranks.wait_for("connected", 1)
-        for seat in range(2):
-            ranks.kill(seat)
-        ranks.wait()
-    assert path.stat().st_size > 0
-    assert path.stat().st_mode & 0o777 == 0o600, "for this user's eyes only"
-    of_next_run = outcomes_at(where, [{}, {}], init_timeout=LONG)
-    assert [outcome.result for outcome in of_next_run] == [2.0, 2.0]
-    assert not path.exists()
+    assert reason in message_of(outcome, RendezvousError)
 
 
 def test_a_file_with_other_content_is_refused_and_left_unchanged(tmp_path: Path) -> None:
@@ -315,3 +236,45 @@ def test_a_file_with_other_content_is_refused_and_left_unchanged(tmp_path: Path)
         "begins with b'learning_rate'); choose a file that does not exist yet"
     )
     assert path.read_text() == "learning_rate: 0.1\n"
+
+
+# The group that the ranks form.
+
+
+def aborted(tensor: torch.Tensor) -> None:
+    """Return zeros, as an aborted collective of NCCL may."""
+    tensor.zero_()
+
+
+def stuck(*args: Any, **kwargs: Any) -> None:
+    """Never return, as NCCL if GPUs or hosts cannot reach each other."""
+    threading.Event().wait()
+
+
+def form_broken_group(rank: int, world_size: int, where: Place, functions: dict[str, Any]) -> None:
+    for target, function in functions.items():
+        patch(target, function).start()  # until this process exits
+    join(request(rank, world_size, where, init_timeout=2.0, backend=backend("nccl_stand_in")))
+
+
+ALL_REDUCE = "torch.distributed.all_reduce"
+ABORT = "torch.distributed.distributed_c10d._abort_process_group"
+LATE = "did not connect its devices within 2 s (init_timeout); look for messages of nccl_stand_in"
+
+
+@pytest.mark.parametrize(
+    ("functions", "finding"),
+    [
+        ({ALL_REDUCE: aborted}, "adds ones up to 0; look for messages of nccl_stand_in above"),
+        ({"torch.distributed.init_process_group": stuck}, LATE),
+        ({ALL_REDUCE: stuck, ABORT: stuck}, LATE),
+    ],
+    ids=["aborted", "never formed", "stuck, and its abort"],
+)
+def test_a_group_that_does_not_work_is_refused(
+    functions: dict[str, Any], finding: str, tmp_path: Path
+) -> None:
+    """The error is raised in time and names a remedy, and the process exits."""
+    (outcome,) = launch_ranks(form_broken_group, 1, place("file", tmp_path), functions)
+    message = message_of(outcome, RendezvousError)
+    assert f"the nccl_stand_in group of 1 ranks {finding}" in message

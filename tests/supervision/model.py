@@ -1,13 +1,10 @@
 """Train a model that fails at a chosen moment, on chosen ranks, in a chosen way."""
 
 import os
-import re
 import signal
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -85,23 +82,15 @@ def fit(
     directory: Path,
     *callbacks: pl.Callback,
     net: Net | None = None,
-    grace: Mapping[str, float] = MappingProxyType({}),
+    grace: float | None = None,
     **options: Any,
 ) -> None:
-    """Train for an epoch on a rank; for ``grace`` see ``Timeouts``, the other options are
-    the strategy's.
+    """Train for an epoch on a rank, with these options of the strategy.
+
+    ``grace`` is the time in seconds that the main thread has after another rank's end.
     """
     strategy = training.make_strategy("ours", directory, **options)
-    timeouts = strategy._rendezvous.timeouts
-    strategy._rendezvous.timeouts = replace(timeouts, grace={**timeouts.grace, **grace})
+    if grace is not None:
+        events = ("died", "failed", "absent", "hung")
+        training.change_timeouts(strategy, grace=dict.fromkeys(events, grace))
     make_trainer(world_size, strategy, *callbacks).fit(net or Net())
-
-
-def lines_of(stderr: str) -> list[str]:
-    """Return the lines without torch's prefixes, warnings and addresses of errors."""
-    text = re.sub(r"^\[rank\d+\]: ?", "", stderr, flags=re.MULTILINE)
-    return [
-        line
-        for line in text.splitlines()
-        if line.strip() and "LeafSpec" not in line and not line.startswith("See ")
-    ]

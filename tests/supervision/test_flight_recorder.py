@@ -1,12 +1,7 @@
 """A trace of torch's Flight Recorder gives the progress of a rank in each group."""
 
-import importlib.util
-import sys
 import time
 from datetime import timedelta
-from importlib.machinery import ModuleSpec
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -35,15 +30,6 @@ def entry(number: int, op_id: int, state: str = FINISHED, **values: Any) -> dict
     }
 
 
-def test_each_group_has_its_own_progress() -> None:
-    """A group has its last entered and its first unfinished collective."""
-    of_default_group = [entry(1, 1), entry(2, 2, UNFINISHED), entry(3, 3, UNFINISHED)]
-    of_another_group = entry(1, 1, pg_id=2, process_group=["5", "undefined"])
-    default, other = progress_in({"entries": [*of_default_group, of_another_group]}, {})
-    assert (default.label, default.entered, default.pending) == ("", 3, 2)
-    assert (other.label, other.entered, other.pending) == ("5", 1, 0)
-
-
 def test_a_new_group_with_the_name_of_a_closed_one_starts_anew() -> None:
     """Collectives of the closed group, even an unfinished one, do not count."""
     closed = [entry(1, 1), entry(2, 2), entry(3, 3, UNFINISHED)]
@@ -67,29 +53,6 @@ def test_sends_and_coalesced_collectives_hide_no_collective() -> None:
     trace = {"entries": [entry(1, 1, UNFINISHED), *coalesced, *sends]}
     (progress,) = progress_in(trace, {})
     assert (progress.entered, progress.pending, sorted(progress.recent)) == (2, 1, ["1", "2"])
-
-
-def removed_library(folder: Path) -> ModuleType:
-    """Return a package whose folder no longer exists."""
-    spec = ModuleSpec("lightning_utilities", None, is_package=True)
-    spec.submodule_search_locations = [str(folder / "lightning_utilities")]
-    return importlib.util.module_from_spec(spec)
-
-
-@pytest.mark.parametrize("kind", ["removed", "a stub", "blocked"])
-def test_a_library_without_files_hides_no_users_code(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A collective keeps its place, whatever the script has put in a library's place."""
-    library = {
-        "removed": removed_library(tmp_path),
-        "a stub": ModuleType("lightning_utilities"),
-        "blocked": None,  # an import of it raises
-    }
-    monkeypatch.setitem(sys.modules, "lightning_utilities", library[kind])
-    frames = [{"filename": str(tmp_path / "train.py"), "line": 5}]
-    (progress,) = progress_in({"entries": [entry(1, 1, frames=frames)]}, {})
-    assert progress.collective(1).place == f"{tmp_path}/train.py:5"
 
 
 @pytest.mark.parametrize(
