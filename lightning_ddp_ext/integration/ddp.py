@@ -12,13 +12,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_ext.errors import DivergenceError
+from lightning_ddp_ext.errors import ConfigurationError, DivergenceError
 from lightning_ddp_ext.rank_lists import listed
 
 from .named_calls import enter_call
 from .private.compat import comm_hooks_of, unwrap_ddp
-from .private.lightning_tree import rank_zero_warn
+from .private.lightning_tree import pl, rank_zero_warn
 from .start.devices import RankDevicesStrategy
+from .strategy_ranks import refuse
 
 CommHook = Callable[..., Any]
 Wrapper = Callable[[CommHook], CommHook]
@@ -90,6 +91,29 @@ class GradientAveraging:
         except Exception as error:
             name = getattr(hook, "__name__", repr(hook))
             rank_zero_warn(f"ddp_comm_hook {name} is left out on CPU: {error}")
+
+    def check_first_step(self) -> None:
+        """Refuse a static graph whose first batches only accumulate gradients.
+
+        Collective: every rank must call it.
+
+        Raises:
+            ConfigurationError: torch would report an internal error.
+        """
+        trainer = self._strategy.current_trainer
+        factors = [
+            callback.get_accumulate_grad_batches(trainer.current_epoch)
+            for callback in trainer.callbacks
+            if isinstance(callback, pl.callbacks.GradientAccumulationScheduler)
+        ]
+        batches = max([trainer.accumulate_grad_batches, *factors])
+        if batches > 1 and getattr(self._strategy.model, "static_graph", False):
+            error = ConfigurationError(
+                f"static_graph=True needs a first step of one batch (got {batches}, by"
+                " accumulate_grad_batches); remove static_graph, or accumulate from the second"
+                f" epoch with GradientAccumulationScheduler({{1: {batches}}})"
+            )
+            refuse(self._strategy, error)
 
     # Parameters that are unfrozen during training; see
     # https://github.com/Lightning-AI/pytorch-lightning/issues/20340.

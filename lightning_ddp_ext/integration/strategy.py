@@ -343,6 +343,7 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_train_start(self) -> None:
+        self._averaging.check_first_step()
         self._data.uneven.report_step_if_even()
         self._data.resume.on_train_start()
         self._stops.weights.on_train_start(trainer_of(self.lightning_module))

@@ -1,14 +1,10 @@
-"""Which objects below a loader get no epoch, and how a loader's workers start."""
-
-import os
-from collections.abc import Iterator
+"""Which objects below a loader get no epoch."""
 
 import pytest
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_ddp_ext.data.epochs import prepare_workers, set_epoch
-from lightning_ddp_ext.data.loader import samplers_set_by_lightning
+from lightning_ddp_ext.data.epochs import set_epoch
 
 
 class Holder(Dataset[int]):
@@ -50,47 +46,3 @@ def test_other_objects_get_no_epoch() -> None:
     set_epoch(DataLoader(Holder([module, trainer, data, Module])), 0)
     set_epoch([module, trainer, data, Module], 0)
     set_epoch([DataLoader(NotCallable()), DataLoader(Answering())], 0)
-
-
-class Processes(Dataset[int]):
-    """Has the process that reads a sample."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return os.getpid()
-
-
-class Curriculum(Sampler[int]):
-    """Wraps a sampler, and keeps the epoch to itself."""
-
-    def __init__(self, inner: DistributedSampler[int]) -> None:
-        self.inner = inner
-        self.level = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.level = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.inner)
-
-
-def test_a_sampler_inside_one_that_lightning_sets_gets_the_epoch() -> None:
-    """A user's sampler may not pass it on; the one outside keeps its own number."""
-    inner = DistributedSampler(range(4), 2, 0)
-    loader = DataLoader(range(4), sampler=Curriculum(inner))  # type: ignore[arg-type]
-    set_epoch(loader, 3, except_for=samplers_set_by_lightning(loader))
-    assert (loader.sampler.level, inner.epoch) == (0, 3)  # type: ignore[attr-defined]
-
-
-def test_persistent_workers_stay_in_each_epoch() -> None:
-    """They start again only if the epoch could change what they read."""
-    loader = DataLoader(
-        Processes(), num_workers=1, persistent_workers=True, multiprocessing_context="fork"
-    )
-    read = []
-    for epoch in range(2):
-        prepare_workers(loader, epoch, rank=0)
-        read += [int(process) for process in loader]
-    assert read == [read[0]] * 16

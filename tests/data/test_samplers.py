@@ -24,9 +24,8 @@ from lightning_ddp_ext.data.samplers import (
     ScalableDistributedSampler,
 )
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.integration.data.evaluation import EvenBatches
 
-law = settings(max_examples=100, derandomize=True, deadline=None)
+law = settings(max_examples=50, derandomize=True, deadline=None)
 Make = Callable[[int, int], Any]  # (ranks, rank) to a sampler
 
 
@@ -49,13 +48,11 @@ class Drawing(Sampler[int]):
 
     Args:
         length: the number of items.
-        promised: what ``len`` returns; None: ``length``.
         seed: of its own generators.
     """
 
-    def __init__(self, length: int, promised: int | None = None, *, seed: int = 0) -> None:
+    def __init__(self, length: int, seed: int = 0) -> None:
         self.length = length
-        self.promised = length if promised is None else promised
         self.epoch = 0
         self.of_torch = torch.Generator().manual_seed(seed)
         self.of_numpy = np.random.default_rng(seed)
@@ -76,7 +73,7 @@ class Drawing(Sampler[int]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.promised
+        return self.length
 
     def __iter__(self) -> Iterator[int]:
         yield self.epoch
@@ -204,36 +201,19 @@ def test_another_seed_or_epoch_makes_another_order(kind: str) -> None:
 
 
 HUGE = 2**62 - 3
-RANKS = 1000
-RANK = 7
 
 
 def test_huge_orders_need_no_memory() -> None:
     """Orders that are too long for a list take less than a MiB, and repeat no index."""
     read = 40_000
-    sampler = ScalableDistributedSampler(range(HUGE), RANKS, RANK)
+    sampler = ScalableDistributedSampler(range(HUGE), 1000, 7)
     assert len(set(islice(sampler, read))) == read
     tracemalloc.start()
-    try:
-        deque(islice(sampler, read), maxlen=0)
-        sampler.resume_at(1, HUGE // 2)
-        deque(islice(sampler, read), maxlen=0)
-        _, most_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    sampler.resume_at(1, HUGE // 2)
+    deque(islice(sampler, read), maxlen=0)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     assert most_bytes < 1 << 20
-
-
-@pytest.mark.parametrize("uneven", ["pad", "drop", "exact"])
-def test_the_end_of_a_huge_order_is_not_rounded(uneven: str) -> None:
-    """Five rounds and one position are left, which belongs to another rank."""
-    start = HUGE - 5 * RANKS - 1
-    sampler = sampler_of("scalable", HUGE, shuffle=False, uneven=uneven)(RANKS, RANK)
-    sampler.resume_at(0, start)
-    rounds = 6 if uneven == "pad" else 5
-    positions = [start + RANK + number * RANKS for number in range(rounds)]
-    read = [*iter(sampler)]  # ``list`` would reserve memory for the whole length
-    assert read == [position % HUGE for position in positions]
 
 
 def test_a_position_belongs_to_its_epoch() -> None:
@@ -269,16 +249,9 @@ def one_sample(*arguments: Any, **options: Any) -> ScalableDistributedSampler:
             lambda: one_sample(2, 2),
             r"rank must be an integer from 0 to 1 \(got 2\); leave num_replicas and rank out",
         ),
-        (
-            lambda: one_sample(2, -1),
-            r"rank must be an integer from 0 to 1 \(got -1\); leave num_replicas and rank out",
-        ),
-        (lambda: one_sample(2, 1.0), r"rank must be an integer from 0 to 1 \(got 1.0\)"),
         (lambda: one_sample("2", 0), r"num_replicas must be an integer of at least 1 \(got '2'"),
         (lambda: one_sample(seed=-1), r"seed must be .*at least 0 \(got -1\)"),
         (lambda: one_sample(uneven="wrap"), r"uneven must be 'pad', 'drop' or 'exact' \(got 'w"),
-        (lambda: one_sample().set_epoch(-1), r"epoch must be .*at least 0 \(got -1\)"),
-        (lambda: one_sample().set_epoch(0.0), r"epoch must be .*at least 0 \(got 0.0\)"),
         (lambda: one_sample().set_epoch(False), r"epoch must be .*at least 0 \(got False\)"),
         (lambda: one_sample().set_epoch(torch.tensor(True)), r"epoch must be .*\(got tensor\(True"),
         (lambda: one_sample().resume_at(0, 2), r"position must be .*from 0 to 1 \(got 2\)"),
@@ -310,47 +283,27 @@ def test_a_batch_sampler_may_reuse_one_batch(batch: Any) -> None:
     assert parts == [[[0], [2], [4]], [[1], [3], [0]]]
 
 
+class Promising(list[int]):
+    """A sampler of seven items that promises another number."""
+
+    def __init__(self, promised: int) -> None:
+        super().__init__(range(7))
+        self.promised = promised
+
+    def __len__(self) -> int:
+        return self.promised
+
+
 def test_a_sampler_that_yields_too_little_is_named() -> None:
-    """A sampler must yield as many items as its length."""
-    too_short = DistributedBatchSamplerWrapper(Drawing(7, promised=9), 2, 0)
-    message = r"at least its length of 9 items \(got 7\); correct Drawing"
+    """A sampler must yield as many items as its length; more count for nothing."""
+    message = r"at least its length of 9 items \(got 7\); correct Promising"
     with pytest.raises(ConfigurationError, match=message):
-        list(too_short)
-
-
-def test_items_beyond_a_samplers_length_are_not_read() -> None:
-    """A sampler may yield more items than its length, which count for nothing."""
-    parts = dealt(partial(DistributedBatchSamplerWrapper, Drawing(7, promised=6)), 2)
-    assert len(in_turn(parts)) == 6
+        list(DistributedBatchSamplerWrapper(Promising(9), 2, 0))
+    parts = dealt(partial(DistributedBatchSamplerWrapper, Promising(6)), 2)
+    assert in_turn(parts) == [*range(6)]
 
 
 @pytest.mark.parametrize("promised", [9, 6])
 def test_a_rank_that_draws_by_itself_reads_what_there_is(promised: int) -> None:
     """A sampler may yield less than its length; items beyond the length are left out."""
-    assert len([*RankOrderSampler(Drawing(7, promised))]) == min(7, promised)
-
-
-class Rotating(Sampler[int]):
-    """Starts one item later each time."""
-
-    def __init__(self, length: int) -> None:
-        self.items = deque(range(length))
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __iter__(self) -> Iterator[int]:
-        self.items.rotate(-1)
-        return iter([*self.items])
-
-
-def test_even_batches_are_of_one_order() -> None:
-    """The last sample of each rank is of the order in which the others were drawn."""
-
-    def make(world_size: int, rank: int) -> DistributedBatchSamplerWrapper:
-        return DistributedBatchSamplerWrapper(Rotating(7), world_size, rank)
-
-    samplers = [make(2, rank) for rank in range(2)]
-    batches = [EvenBatches(BatchSampler(own, 2, drop_last=False), own) for own in samplers]
-    parts = [[*itertools.chain(*of_rank)] for of_rank in batches]
-    assert parts == dealt(make, 2)
+    assert len([*RankOrderSampler(Promising(promised))]) == min(7, promised)

@@ -392,7 +392,9 @@ class Training:
         trainer = make_trainer(strategy, **chosen)
         status = _fit_until_stop(trainer, module, ckpt_path)
         weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-        counts = _counts_of(trainer)
+        loop = trainer.fit_loop.epoch_loop
+        batches = loop.batch_progress.total.completed
+        counts = Counts(trainer.global_step, loop._batches_that_stepped, batches)
         return Run(module.steps, weights, counts, module.events, saver.saved, status)
 
 
@@ -418,12 +420,6 @@ def _fit_until_stop(trainer: L.Trainer, module: Net, ckpt_path: str | None) -> i
     except SystemExit as end:
         return int(end.code or 0)
     return None
-
-
-def _counts_of(trainer: L.Trainer) -> Counts:
-    loop = trainer.fit_loop.epoch_loop
-    batches = loop.batch_progress.total.completed
-    return Counts(trainer.global_step, loop._batches_that_stepped, batches)
 
 
 def difference(training: Training, whole: Run, done: int, resumed: Run) -> str:

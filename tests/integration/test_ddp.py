@@ -1,15 +1,17 @@
-"""DDP averages gradients by a comm hook, also on CPU ranks if the hook works there, and its
-error about unused parameters names them.
+"""DDP averages gradients by a comm hook, also on CPU ranks if the hook works there, and
+also those of parameters that are unfrozen before a step, for which it is built again.
+Its error about unused parameters names them.
 """
 
-import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
@@ -18,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.utils import parameters_to_vector
 
+from lightning_ddp_ext import DDPExtError
 from tests.harness import training
 
 
@@ -40,16 +43,33 @@ IN_FLOAT64 = {"rtol": 1e-9, "atol": 1e-9}
 IN_FP16 = {"rtol": 2e-2, "atol": 2e-2}
 
 
-def train_with_hooks(kind: training.Kind, directory: Path) -> list[Tensor]:
-    """Return all parameters after a training in float64 with each hook."""
-    learned = []
-    for strategy in (NO_HOOK, POWER_SGD, FP16, WRAPPED_BY_FP16):
+class Trained(NamedTuple):
+    """All parameters after a training in float64, and its warnings of a hook."""
+
+    learned: Tensor
+    warnings: list[str]
+
+
+def train_each(
+    kind: training.Kind, directory: Path, strategies: Sequence[Mapping[str, Any]], ranks: int
+) -> list[Trained]:
+    """Train with options of the strategy, one after another."""
+    trained = []
+    for strategy in strategies:
         L.seed_everything(1)
         model = training.Net()
-        training.fit(kind, directory, model, strategy=strategy, devices=3, precision="64-true")
-        learned.append(parameters_to_vector(model.parameters()).detach())
+        options = {"strategy": strategy, "devices": ranks, "precision": "64-true"}
+        with training.warnings_with("left out") as warned:
+            training.fit(kind, directory, model, **options)
+        trained.append(Trained(parameters_to_vector(model.parameters()).detach(), warned))
+    return trained
+
+
+def train_with_hooks(kind: training.Kind, directory: Path) -> list[Tensor]:
+    hooks = (NO_HOOK, POWER_SGD, FP16, WRAPPED_BY_FP16)
+    trained = train_each(kind, directory, hooks, ranks=3)
     assert POWER_SGD_STATE.iter > 0, "the hook did not get its state"
-    return learned
+    return [each.learned for each in trained]
 
 
 def test_a_comm_hook_averages_the_gradients(tmp_path: Path) -> None:
@@ -82,30 +102,16 @@ LEFT_OUT = {
 }
 
 
-def train_without_hooks(
-    kind: training.Kind, directory: Path
-) -> tuple[list[list[str]], list[Tensor]]:
-    """Return the warnings of each training, and the parameters after it."""
-    warnings = []
-    learned = []
-    for strategy in (NO_HOOK, *LEFT_OUT.values()):
-        L.seed_everything(1)
-        model = training.Net()
-        with training.warnings_with("left out") as warned:
-            training.fit(kind, directory, model, strategy=strategy)
-        warnings.append(warned)
-        learned.append(parameters_to_vector(model.parameters()).detach())
-    return warnings, learned
-
-
 def test_a_comm_hook_that_needs_gpus_is_left_out_on_cpu(tmp_path: Path) -> None:
     """Rank 0 names it and the reason once, and the ranks learn as without it."""
-    (first, learned), (second, _) = training.on_ranks("ours", train_without_hooks, tmp_path)
-    assert [len(warned) for warned in first] == [0] + [1] * len(LEFT_OUT)
-    for [warning], start in zip(first[1:], LEFT_OUT, strict=True):
+    strategies = [NO_HOOK, *LEFT_OUT.values()]
+    first, second = training.on_ranks("ours", train_each, tmp_path, strategies, 2)
+    without, *others = first
+    for trained, start in zip(others, LEFT_OUT, strict=True):
+        [warning] = trained.warnings
         assert warning.startswith(f"ddp_comm_hook {start}")
-    assert second == [[], *([] for _ in LEFT_OUT)]
-    training.assert_same(learned[1:], learned[:1] * len(LEFT_OUT))
+        training.assert_same(trained.learned, without.learned)
+    assert not any(trained.warnings for trained in (without, *second))
 
 
 # Unused parameters.
@@ -137,21 +143,13 @@ FIRST_LAYER = ["layers.0.weight", "layers.0.bias"]
 SPARE = [f"spare.{layer}.{name}" for layer in range(SPARE_LAYERS) for name in ("weight", "bias")]
 
 
-@pytest.mark.parametrize(
-    ("callbacks", "unused"),
-    [
-        pytest.param([], SPARE, id="unused"),
-        # DDP waits for parameters that were frozen after it was built.
-        pytest.param([FREEZE], FIRST_LAYER + SPARE, id="unused and frozen"),
-    ],
-)
-def test_unused_parameters_are_named(
-    callbacks: list[L.Callback], unused: list[str], tmp_path: Path
-) -> None:
+def test_unused_parameters_are_named(tmp_path: Path) -> None:
     """The error names the first ten, the number of others, and the option that allows it;
-    the other rank also exits.
+    the other rank also exits. DDP also waits for parameters that were frozen after it was
+    built.
     """
-    first, second = training.fit_on(2, tmp_path, Forgetful(), *callbacks)
+    unused = FIRST_LAYER + SPARE
+    first, second = training.fit_on(2, tmp_path, Forgetful(), FREEZE)
     assert (first.exit_code, second.exit_code) == (1, 1)
     assert second.failure.message.startswith(
         "a backward pass on rank 1 did not reach these parameters:"
@@ -162,27 +160,294 @@ def test_unused_parameters_are_named(
     ), second.failure.message
 
 
-class Penalised(training.Net):
-    """Computes the gradient of a penalty for its first layer by a second backward pass."""
+def schedule_accumulation(begins_in_epoch: int) -> L.Callback:
+    return L.pytorch.callbacks.GradientAccumulationScheduler({begins_in_epoch: 2})
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "options"),
+    [([], {"accumulate_grad_batches": 2}), ([schedule_accumulation(0)], {})],
+    ids=["the Trainer's option", "a scheduler"],
+)
+def test_a_static_graph_whose_first_step_accumulates_is_refused(
+    callbacks: list[L.Callback], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The error comes before the first step, with both remedies; torch's would be internal."""
+    strategy = {"static_graph": True}
+    for outcome in training.fit_on(
+        2, tmp_path, training.Net(), *callbacks, strategy=strategy, **options
+    ):
+        assert outcome.failure.type_name == "ConfigurationError", outcome.story()
+        assert outcome.failure.message.startswith(
+            "static_graph=True needs a first step of one batch (got 2, by accumulate_grad_batches);"
+            " remove static_graph, or accumulate from the second epoch with"
+            " GradientAccumulationScheduler({1: 2})"
+        )
+
+
+def test_a_static_graph_may_accumulate_from_the_second_epoch(tmp_path: Path) -> None:
+    """This is the remedy that the error names."""
+    strategy = {"static_graph": True}
+    for outcome in training.fit_on(
+        2, tmp_path, training.Net(), schedule_accumulation(1), strategy=strategy
+    ):
+        assert outcome.exit_code == 0, outcome.story()
+
+
+# Frozen parameters.
+
+
+class WithBackbone(training.Net):
+    """Has the attribute that ``BackboneFinetuning`` needs."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.backbone = self.layers[0]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+class ResumableFinetuning(BackboneFinetuning):
+    """Unfreezes the backbone as docs/guides/resuming.md shows."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch >= self.unfreeze_backbone_at_epoch:
+            self.make_trainable(pl_module.backbone)
+
+
+class Finetuned(NamedTuple):
+    """The weights of a whole run and of a resumed one, and the warnings of both."""
+
+    whole: dict[str, Tensor]
+    resumed: dict[str, Tensor]
+    warnings: list[str]
+
+
+def resume_finetuning(
+    kind: training.Kind, directory: Path, finetuning: type[BackboneFinetuning]
+) -> Finetuned:
+    """Resume within the epoch that trains the backbone, in a static graph."""
+    path = directory / "saved.ckpt"
+    save = training.At(
+        "on_train_batch_end", lambda trainer: trainer.save_checkpoint(path), earlier=5
+    )
+
+    def learned(ckpt_path: Path | None) -> dict[str, Tensor]:
+        L.seed_everything(1, verbose=False)
+        model = WithBackbone()
+        unfreeze = finetuning(1, verbose=False, backbone_initial_lr=0.01)
+        strategy = {"static_graph": True, "gradient_as_bucket_view": True}
+        options = {"strategy": strategy, "max_epochs": 3, "ckpt_path": ckpt_path}
+        training.fit(kind, directory, model, unfreeze, save, **options)
+        return training.weights(model)
+
+    with training.warnings_with("has frozen") as warned:
+        whole = learned(ckpt_path=None)
+        resumed = learned(ckpt_path=path)
+    return Finetuned(whole, resumed, warned)
+
+
+def test_a_backbone_that_a_resume_freezes_again_is_named(tmp_path: Path) -> None:
+    """Rank 0 warns of what Lightning's callback does, with one of the parameters."""
+    first, second = training.on_ranks("ours", resume_finetuning, tmp_path, BackboneFinetuning)
+    assert first.warnings == [
+        "BackboneFinetuning has frozen 2 parameters that the optimisers of the resumed run have,"
+        " such as layers.0.weight; call its make_trainable in on_train_start"
+    ]
+    assert second.warnings == []
+
+
+def test_a_backbone_can_be_unfrozen_in_a_resumed_run(tmp_path: Path) -> None:
+    """With the subclass of the guide, the weights are those of an uninterrupted run, and
+    the same on all ranks.
+    """
+    first, second = training.on_ranks("ours", resume_finetuning, tmp_path, ResumableFinetuning)
+    training.assert_same(first.whole, second.whole)
+    for finetuned in (first, second):
+        training.assert_same(finetuned.resumed, finetuned.whole)
+        assert finetuned.warnings == []
+
+
+class Unfrozen(training.Net):
+    """Trains its first layer in some batches only.
+
+    Stock has the layer in DDP from the start, and so averages all gradients, which takes
+    ``find_unused_parameters=True``.
+    """
+
+    def __init__(self, kind: training.Kind) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(kind == "stock")
+
+    def on_train_start(self) -> None:
+        self.layers[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        self.layers[0].requires_grad_(self.is_trained(index))
+
+    def is_trained(self, index: int) -> bool:
+        """Return true from the second batch of the second epoch on."""
+        return (self.current_epoch, index) >= (1, 1)
+
+
+class Toggled(Unfrozen):
+    """Freezes and unfreezes the layer within each epoch."""
+
+    def is_trained(self, index: int) -> bool:
+        return index % 4 >= 2
+
+
+class Adversarial(Unfrozen):
+    """Trains two networks in turn, each with the other one frozen, and leaves the second
+    one frozen, as when each step ends with the first.
+    """
+
+    def __init__(self, kind: training.Kind) -> None:
+        super().__init__(kind)
         self.automatic_optimization = False
 
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        self.layers[:2].requires_grad_(True)
+        self.layers[2:].requires_grad_(False)
+
     def training_step(self, batch: Any, index: int) -> None:
-        self.manual_backward(self.loss(batch))
-        first: Any = self.layers[0]
-        self.manual_backward(first.weight.square().sum() + first.bias.square().sum())
+        self.layers[2:].requires_grad_(True)
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        networks = (self.layers[:2], self.layers[2:])
+        return [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in networks]
 
 
-def test_parameters_that_a_second_backward_pass_leaves_out_are_named(tmp_path: Path) -> None:
-    """The error speaks of a backward pass, since the step's first one reached them.
+FINDS_UNUSED = {"find_unused_parameters": True}
 
-    A rank that stops because of the other one has that rank's error.
+
+class Case(NamedTuple):
+    """A model, which is made in the rank, and how it is trained."""
+
+    model: Callable[[training.Kind], training.Net]
+    strategy: Mapping[str, Any] = {}  # stock also finds unused parameters
+    options: Mapping[str, Any] = {}
+
+
+CASES = {
+    "once": Case(Unfrozen),
+    "accumulated in views": Case(
+        Unfrozen, {"gradient_as_bucket_view": True}, {"accumulate_grad_batches": 2}
+    ),
+    "toggled": Case(Toggled, FINDS_UNUSED),
+    "adversarial": Case(Adversarial, FINDS_UNUSED),
+}
+
+
+def train_all(kind: training.Kind, directory: Path) -> dict[str, Any]:
+    """Return the weights and optimiser states after each training."""
+    learned: dict[str, dict[str, Any]] = {}
+    for name, case in CASES.items():
+        L.seed_everything(1)
+        model = case.model(kind)
+        strategy = {**case.strategy, **(FINDS_UNUSED if kind == "stock" else {})}
+        options = {"strategy": strategy, "max_epochs": 4, **case.options}
+        trainer = training.fit(kind, directory, model, **options)
+        states = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
+        learned[name] = {"weights": dict(model.named_parameters()), "states": states}
+    return learned
+
+
+def test_gradients_are_averaged_from_the_step_on_that_trains_a_layer(tmp_path: Path) -> None:
+    """All ranks have the weights and optimiser states of a DDP that averages all
+    gradients, to the last bit; gradients accumulated before count.
     """
-    for outcome in training.fit_on(2, tmp_path, Penalised()):
-        assert re.match(
-            r"a backward pass on rank [01] did not reach these parameters: layers\.1\.weight,"
-            r" layers\.1\.bias, layers\.3\.weight, layers\.3\.bias; DDP waits for their gradients",
-            outcome.failure.message,
-        ), outcome.failure.message
+    ours, stock = training.on_both(train_all, tmp_path)
+    training.assert_same(ours, stock)
+    training.assert_same(ours[0], ours[1])
+
+
+COMPRESSING = {
+    "ddp_comm_hook": powerSGD_hook.powerSGD_hook,
+    "ddp_comm_state": powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2),
+}
+
+
+def train_with_power_sgd(kind: training.Kind, directory: Path) -> dict[str, Tensor]:
+    L.seed_everything(1)
+    model = Unfrozen(kind)
+    model.layers.append(nn.Linear(1, 1))
+    trainer = training.fit(kind, directory, model, strategy=COMPRESSING, max_epochs=3)
+    assert trainer.strategy.model is model
+    return dict(model.named_parameters())
+
+
+def test_power_sgd_compresses_the_gradients_of_unfrozen_parameters(tmp_path: Path) -> None:
+    """It goes on with the buckets of the new DDP, alike on all ranks."""
+    first, second = training.on_ranks("ours", train_with_power_sgd, tmp_path)
+    training.assert_same(first, second)
+
+
+class UnfreezesTooLate(Unfrozen):
+    """Unfreezes the layer within a step."""
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        """Leave the layer frozen."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.layers[0].requires_grad_(self.is_trained(index))
+        return super().training_step(batch, index)
+
+
+class UnfreezesOnOneRank(Unfrozen):
+    """Unfreezes the layer on rank 1 only."""
+
+    def is_trained(self, index: int) -> bool:
+        return super().is_trained(index) and self.global_rank == 1
+
+
+WITHIN = "layers.0.weight, layers.0.bias must be unfrozen before a training step, because DDP"
+TRAINS = "began a step that trains the unfrozen"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "messages"),
+    [
+        pytest.param(UnfreezesTooLate, {}, [WITHIN, "in on_train_batch_start"], id="within"),
+        pytest.param(
+            UnfreezesOnOneRank,
+            {},
+            [f"rank 1 {TRAINS} layers.0.weight, layers.0.bias", "rank 0", "on every rank"],
+            id="on one rank",
+        ),
+        pytest.param(
+            Unfrozen,
+            {"accumulate_grad_batches": 2, "strategy": FINDS_UNUSED},
+            ["must be unfrozen before the first batch whose gradients are accumulated"],
+            id="accumulated",
+        ),
+    ],
+)
+def test_a_layer_that_cannot_be_averaged_is_named(
+    model: Callable[[training.Kind], training.Net],
+    options: dict[str, Any],
+    messages: list[str],
+    tmp_path: Path,
+) -> None:
+    """All ranks raise, and the error has the remedy."""
+    for error in training.on_ranks("ours", fail, tmp_path, model, options):
+        for message in messages:
+            assert message in error
+
+
+def fail(
+    kind: training.Kind,
+    directory: Path,
+    make_model: Callable[[training.Kind], training.Net],
+    options: dict[str, Any],
+) -> str:
+    with pytest.raises(DDPExtError) as raised:
+        training.fit(kind, directory, make_model(kind), **options)
+    return str(raised.value)

@@ -1,12 +1,16 @@
 """Every kind of loader, sampler and dataset gets the epoch: with ours, and with stock and
-``SamplerEpochSeeding``.
+``SamplerEpochSeeding``. What users or Lightning set is not set again.
 """
 
-from collections.abc import Callable, Iterator
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
@@ -14,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
-    Dataset,
+    DistributedSampler,
     IterableDataset,
     Sampler,
     Subset,
@@ -22,7 +26,7 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_ext import SamplerEpochSeeding
-from tests.harness.training import KINDS, Kind, fit, on_ranks
+from tests.harness.training import KINDS, Kind, fit, on_both, on_ranks
 from tests.integration import continuing
 from tests.integration.continuing import KEPT, Numbers
 
@@ -38,11 +42,8 @@ class TakesEpoch:
         self.epoch = epoch
 
 
-class Samples(TakesEpoch, Dataset[Tensor]):
-    """Four samples, each of which is the epoch."""
-
-    def __len__(self) -> int:
-        return 4
+class Samples(TakesEpoch, Numbers):
+    """Samples, each of which is the epoch."""
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.tensor([float(self.epoch)])
@@ -94,6 +95,13 @@ class Around(Sampler[Any]):
         return len(self.held)
 
 
+class Keeping(Around):
+    """Keeps the epoch that Lightning sets to itself."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing."""
+
+
 class OwnLoader(TakesEpoch):
     """A loader that is not a DataLoader."""
 
@@ -108,14 +116,17 @@ def kept_stream() -> DataLoader[Any]:
 
 LOADERS: dict[str, Callable[[], Any]] = {
     "a sampler in a sampler": lambda: DataLoader(Numbers(4), 2, sampler=Around(EpochSampler())),
+    "a sampler in one that Lightning sets": lambda: DataLoader(
+        Numbers(4), 2, sampler=Keeping(EpochSampler())
+    ),
     "a batch sampler in another, workers": lambda: DataLoader(
         Numbers(4), batch_sampler=Around(EpochBatchSampler()), **KEPT
     ),
     "a stream, persistent workers": kept_stream,
     "several loaders": lambda: CombinedLoader(
-        [DataLoader(Samples(), 2), DataLoader(Stream(), 2)], "min_size"
+        [DataLoader(Samples(4), 2), DataLoader(Stream(), 2)], "min_size"
     ),
-    "a dataset in others": lambda: DataLoader(ConcatDataset([Subset(Samples(), range(4))]), 2),
+    "a dataset in others": lambda: DataLoader(ConcatDataset([Subset(Samples(4), range(4))]), 2),
     "a loader that is not a DataLoader": OwnLoader,
     "a worker_init_fn of the user's": lambda: DataLoader(
         Stream(samples=0), 2, worker_init_fn=fill_stream, **KEPT
@@ -149,29 +160,22 @@ def read(
 
 
 def read_all(kind: Kind, directory: Path) -> dict[str, Epochs]:
-    return {name: read(kind, directory, make) for name, make in LOADERS.items()}
+    """Read each loader, and one again that resumes after the first epoch of two batches."""
+    by_loader = {name: read(kind, directory, make) for name, make in LOADERS.items()}
+    saver = continuing.Saver(directory, ["train_epoch_end-2"])
+    read(kind, directory, kept_stream, saver)
+    path = saver.saved["train_epoch_end-2"]
+    return {**by_loader, "resumed": read(kind, directory, kept_stream, ckpt_path=path)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_epoch_reaches_whatever_the_batches_are_made_from(kind: Kind, tmp_path: Path) -> None:
-    """Each batch has the epoch in which it is read, from the first epoch on."""
+    """Each batch has the epoch in which it is read, from the first epoch on, or from the
+    resumed one.
+    """
     for by_loader in on_ranks(kind, read_all, tmp_path):
+        assert by_loader.pop("resumed") == {1: {1}, 2: {2}}
         assert by_loader == {name: {0: {0}, 1: {1}, 2: {2}} for name in LOADERS}
-
-
-def resume_stream(kind: Kind, directory: Path) -> Epochs:
-    """Resume after the first epoch, which has two batches."""
-    end_of_first_epoch = "train_epoch_end-2"
-    saver = continuing.Saver(directory, [end_of_first_epoch])
-    read(kind, directory, kept_stream, saver)
-    return read(kind, directory, kept_stream, ckpt_path=saver.saved[end_of_first_epoch])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_workers_of_a_resumed_run_get_its_epoch(kind: Kind, tmp_path: Path) -> None:
-    """Persistent workers have each epoch, from the resumed one on."""
-    for epochs in on_ranks(kind, resume_stream, tmp_path):
-        assert epochs == {1: {1}, 2: {2}}
 
 
 class Validated(continuing.Net):
@@ -183,7 +187,7 @@ class Validated(continuing.Net):
 
     def val_dataloader(self) -> Any:
         return [
-            DataLoader(Samples(), 2, **KEPT),
+            DataLoader(Samples(4), 2, **KEPT),
             DataLoader(Numbers(4), batch_sampler=EpochBatchSampler()),
         ]
 
@@ -206,16 +210,18 @@ def test_validation_loaders_get_the_training_epoch(kind: Kind, tmp_path: Path) -
         assert epochs == {0: {0}, 1: {1}, 2: {2}}
 
 
-class CountingBatchSampler(Sampler[list[int]]):
-    """Draws the sample whose number says how often an epoch was set."""
+class Counting(Sampler[Any]):
+    """Yields the sample, or the batch of it, whose number says how often an epoch was set."""
 
-    times_set = 0
+    def __init__(self, is_in_batch: bool = False) -> None:
+        self.is_in_batch = is_in_batch
+        self.times_set = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.times_set += 1
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter([[self.times_set]] * 4)
+    def __iter__(self) -> Iterator[Any]:
+        return iter([[self.times_set] if self.is_in_batch else self.times_set] * 4)
 
     def __len__(self) -> int:
         return 4
@@ -223,7 +229,7 @@ class CountingBatchSampler(Sampler[list[int]]):
 
 def count_calls(kind: Kind, directory: Path) -> continuing.Batches:
     """Read a batch sampler that starts again within each epoch, beside a longer loader."""
-    counting = DataLoader(Numbers(4), batch_sampler=CountingBatchSampler())
+    counting = DataLoader(Numbers(4), batch_sampler=Counting(is_in_batch=True))
     longer = DataLoader(Numbers(10), batch_size=1)
     return continuing.read(
         kind,
@@ -239,3 +245,137 @@ def test_an_object_gets_each_epoch_once(kind: Kind, tmp_path: Path) -> None:
     """A batch sampler is set once in an epoch, although it is read several times."""
     for batches in on_ranks(kind, count_calls, tmp_path):
         assert batches == {epoch: [[epoch + 1, number] for number in range(10)] for epoch in (0, 1)}
+
+
+class Processes(Numbers):
+    """Samples that are the process that reads them."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(os.getpid())])
+
+
+def read_processes(kind: Kind, directory: Path) -> Epochs:
+    return read(kind, directory, lambda: DataLoader(Processes(4), 2, **KEPT))
+
+
+def test_persistent_workers_stay_in_each_epoch(tmp_path: Path) -> None:
+    """They start again only if the epoch could change what they read."""
+    for processes in on_ranks("ours", read_processes, tmp_path):
+        assert processes[0] == processes[1] == processes[2]
+
+
+# What users or Lightning set.
+
+
+class Levels(Numbers):
+    """Has a ``set_epoch`` with two arguments, which only its user can call."""
+
+    def set_epoch(self, epoch: int, level: float) -> None:
+        raise AssertionError("the user did not call it")
+
+
+class SetsEpoch(L.Callback):
+    """Gives a sampler another number than the epoch."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, module: Any) -> None:
+        trainer.train_dataloader.sampler.set_epoch(100 + trainer.current_epoch)
+
+
+class ReadsInHooks(L.Callback):
+    """Reads the training loader in hooks.
+
+    Attributes:
+        read: the hook and the batches of each call.
+    """
+
+    def __init__(self) -> None:
+        self.read: list[Any] = []
+        for hook in ("on_train_start", "on_train_epoch_start", "on_train_epoch_end"):
+            setattr(self, hook, partial(self._read, hook))
+
+    def _read(self, hook: str, trainer: L.Trainer, module: Any) -> None:
+        self.read.append((hook, [batch.tolist() for batch in trainer.train_dataloader]))
+
+
+class Case(NamedTuple):
+    """A training loader, and the callbacks beside it."""
+
+    loader: Callable[[], DataLoader[Any]]
+    callbacks: Sequence[L.Callback] = ()
+
+
+CASES = {
+    "a sampler that the user sets": Case(
+        lambda: DataLoader(Numbers(8), 2, sampler=DistributedSampler(range(8), 2, seed=1)),
+        [SetsEpoch()],
+    ),
+    "a sampler that Lightning sets": Case(lambda: DataLoader(Numbers(4), 2, sampler=Counting())),
+    "a dataset that takes two numbers": Case(lambda: DataLoader(Levels(4), 2)),
+}
+
+
+def read_cases(kind: Kind, directory: Path) -> dict[str, Any]:
+    batches: dict[str, Any] = {
+        name: continuing.read(
+            kind, directory, case.loader, case.callbacks, use_distributed_sampler=False
+        )
+        for name, case in CASES.items()
+    }
+    reader = ReadsInHooks()
+    continuing.read(kind, directory, continuing.shuffled(), [reader])
+    return {**batches, "in hooks": reader.read}
+
+
+def test_what_lightning_or_the_user_sets_is_not_set_again(tmp_path: Path) -> None:
+    """Each case reads the same batches as with stock, so a sampler keeps the epoch that
+    its user sets; one that Lightning sets is set once in an epoch. A hook reads stock's
+    order.
+    """
+    ours, stock = on_both(read_cases, tmp_path)
+    assert ours == stock
+    for cases in ours:
+        assert cases["a sampler that Lightning sets"] == {0: [[1, 1]] * 2, 1: [[2, 2]] * 2}
+        assert len(cases["in hooks"]) == 5
+
+
+# Random numbers.
+
+SAMPLES = 4
+GENERATORS = 3
+
+
+class Chance(Numbers):
+    """Samples of one random number from each of the three generators."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        drawn = random.getrandbits(50), np.random.randint(2**50), int(torch.randint(2**50, ()))
+        return torch.tensor([[number] for number in drawn])
+
+
+def draw(kind: Kind, directory: Path, workers: int) -> list[list[set[int]]]:
+    """Return the numbers of each epoch that one rank draws in three runs: two with the same
+    seed, and one with another.
+    """
+    options: Any = continuing.workers(workers, persistent_workers=True) if workers else {}
+    drawn = []
+    for start, seed in enumerate((5, 5, 6)):
+        torch.manual_seed(start)  # what the run would draw without the callback
+        make = partial(DataLoader, Chance(SAMPLES), 2, **options)
+        seeding = SamplerEpochSeeding(seed=seed)
+        read = continuing.read(kind, directory, make, [seeding], use_distributed_sampler=False)
+        drawn.append([set().union(*batches) for batches in read.values()])
+    return drawn
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("ours", 2), ("stock", 0)])
+def test_random_streams_belong_to_seed_epoch_rank_and_worker(
+    kind: Kind, workers: int, tmp_path: Path
+) -> None:
+    """Only runs with the same seed draw the same numbers, on the same rank and epoch."""
+    epochs = []
+    for first, again, with_another_seed in on_ranks(kind, draw, tmp_path, workers):
+        assert first == again
+        epochs += [*first, *with_another_seed]
+    assert len(epochs) == 2 * 2 * 2  # ranks, seeds, epochs
+    assert [len(numbers) for numbers in epochs] == [SAMPLES * GENERATORS] * len(epochs)
+    assert len(set().union(*epochs)) == SAMPLES * GENERATORS * len(epochs)

@@ -1,10 +1,11 @@
-"""An evaluation on several ranks counts each sample once, however it is read.
+"""An evaluation on several ranks counts each sample once, however it is read or divided.
 
-Logged values are those of one process. Everything else that a rank collects is stock's.
+Logged values are those of one process. Everything else that a rank collects is stock's,
+and so are evaluations in which samples cannot or must not count once.
 """
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,23 +13,75 @@ from typing import Any, NamedTuple
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SubsetRandomSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, PearsonCorrCoef
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import (
     BinaryAccuracy,
     BinaryAUROC,
     BinaryRecall,
     MulticlassAccuracy,
 )
-from torchmetrics.retrieval import RetrievalMRR
 from torchmetrics.wrappers import ClasswiseWrapper
 
-from lightning_ddp_ext.data.samplers import ExactDistributedSampler
-from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_ranks
+from lightning_ddp_ext import ExactDistributedSampler
+from lightning_ddp_ext.errors import RankAbsentError, RankFailedError
+from tests.harness.ranks import run_ranks
+from tests.harness.training import (
+    Kind,
+    assert_same,
+    make_strategy,
+    make_trainer,
+    on_both,
+    on_ranks,
+)
 from tests.integration.continuing import workers
-from tests.integration.evaluating import Batch, loader
+
+# Data.
+
+Batch = dict[str, Tensor]
+
+
+def scores(samples: int) -> list[Batch]:
+    """Return the same rows in each call: score, label, group and index."""
+    drawn = torch.rand(samples, 2, generator=torch.Generator().manual_seed(samples))
+    return [
+        {
+            "x": x,
+            "label": (y < 0.5).long(),
+            "group": torch.tensor(index % 3),
+            "index": torch.tensor(index),
+        }
+        for index, (x, y) in enumerate(drawn)
+    ]
+
+
+def loader(
+    samples: int, batch_size: int | None = 1, kind: Any = DataLoader, **options: Any
+) -> DataLoader[Any]:
+    """Return a loader of a number of samples."""
+    chosen = options if "batch_sampler" in options else {"batch_size": batch_size, **options}
+    made: DataLoader[Any] = kind(scores(samples), **chosen)
+    return made
+
+
+class Rotating(deque[int]):
+    """A user's sampler that begins each time with another sample, without drawing."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.rotate()
+        return iter([self[place] for place in range(len(self))])
+
+
+# Samples that the strategy divides.
 
 WORKERS = workers(2, persistent_workers=True)
 SIZES_OF_SEVERAL = ((7, 1), (10, 3), (1, 1), (23, 6))
@@ -52,6 +105,7 @@ READERS: dict[str, Callable[[int, int], list[DataLoader[Any]]]] = {
     "subset": lambda samples, size: [
         loader(samples, size, sampler=SubsetRandomSampler(range(0, samples, 2)))
     ],
+    "rotating": lambda samples, size: [loader(samples, size, sampler=Rotating(range(samples)))],
     "unrepeating": lambda samples, size: [
         loader(samples, size, sampler=ExactDistributedSampler(range(samples)))
     ],
@@ -75,30 +129,31 @@ class Case(NamedTuple):
     in_fit: bool = False
     limit_batches: int | None = None
 
-    def loaders(self) -> list[DataLoader[Any]]:
-        return READERS[self.reader](self.samples, self.batch_size)
-
 
 LIMITED = [
     Case("batches", 1, 2, limit_batches=1),
     Case("batches", 13, 3, limit_batches=1),
 ]
 READ_AS_STOCK = [
-    *(Case("batches", samples, size) for samples in (1, 4, 5, 13) for size in (1, 3)),
-    *(Case(reader, 1, 2) for reader in ("items", "stateful", "two")),
+    *(Case("batches", *sizes) for sizes in ((1, 1), (4, 3), (5, 1), (13, 3))),
+    *(Case(reader, 1, 2) for reader in ("stateful", "two")),
     *(Case(reader, 13, 3) for reader in ("items", "stateful", "two", "workers")),
     Case("several", 2, 2),
     Case("shuffled", 13, 4),
 ]
 # Stock's ranks read other samples.
-READ_OTHERWISE = [Case("subset", 20, 2), Case("two, workers", 5, 2, in_fit=True)]
+READ_OTHERWISE = [
+    Case("subset", 20, 2),
+    Case("rotating", 7, 2),
+    Case("two, workers", 5, 2, in_fit=True),
+]
 # Stock's ranks would wait for a rank that has fewer batches.
 UNREPEATING = [Case("unrepeating", 10, 3), Case("unrepeating, stateful", 10, 3)]
 UNLIMITED = [*READ_AS_STOCK, *READ_OTHERWISE, *UNREPEATING]
 
 
-class InPlace(Metric):
-    """Adds in place to its state, as some metrics do."""
+class Total(Metric):
+    """Adds in place to its state, which becomes a double with the first values."""
 
     total: Tensor
 
@@ -107,79 +162,31 @@ class InPlace(Metric):
         self.add_state("total", torch.zeros(()), "sum")
 
     def update(self, values: Tensor) -> None:
+        self.total = self.total.double()
         self.total += values.sum()
 
     def compute(self) -> Tensor:
         return self.total
 
 
-class Widening(Metric):
-    """Has a state that becomes a double with the first values."""
-
-    total: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.zeros(()), "sum")
-
-    def update(self, values: Tensor) -> None:
-        self.total = self.total + values.double().sum()
-
-    def compute(self) -> Tensor:
-        return self.total
-
-
-class Items(Metric):
-    """Keeps each batch in a list that torchmetrics gathers item by item.
-
-    Next to it is a number that torchmetrics reduces.
-    """
-
-    kept: list[Tensor]
-    updates: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("kept", [], dist_reduce_fx=None)
-        self.add_state("updates", torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(self, x: Tensor) -> None:
-        self.kept.append(x)
-        self.updates += 1
-
-    def compute(self) -> Tensor:
-        assert int(self.updates) == len(self.kept)
-        return torch.cat(self.kept).sort().values
-
-
 INPUTS_OF_METRICS = {
     "mean": ["x"],
     "sum": ["x"],
-    "wide": ["x"],
     "auroc": ["x", "label"],
     "shared": ["x", "label"],
     "seen": ["index"],
-    "pearson": ["x", "y"],
-    "each": ["x"],
-    "ranking": ["x", "label", "group"],
     "classes": ["group", "label"],
 }
-UNLOGGED = ("seen", "pearson", "each", "ranking", "classes")
-ENOUGH_FOR_PEARSON = 10  # samples; with fewer, it is NaN on a rank that has only one
 
 
 def make_metrics() -> nn.ModuleDict:
     return nn.ModuleDict(
         {
             "mean": MeanMetric(),
-            "sum": InPlace(),
-            "wide": Widening(),
+            "sum": Total(),
             "auroc": BinaryAUROC(),
             "shared": MetricCollection([BinaryAccuracy(), BinaryRecall()]),  # of one state
             "seen": CatMetric(),
-            "pearson": PearsonCorrCoef(),
-            "each": Items(),
-            "ranking": RetrievalMRR(empty_target_action="skip"),
             "classes": ClasswiseWrapper(MulticlassAccuracy(3, average=None)),
         }
     )
@@ -198,7 +205,7 @@ class Collects(L.LightningModule):
     def __init__(self, loaders: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
-        self.trained = InPlace()
+        self.trained = Total()
         self.metrics = nn.ModuleList(make_metrics() for _ in range(loaders))
         self.joint: dict[str, Any] = {}
         self.collected: dict[str, Any] = {}
@@ -225,14 +232,11 @@ class Collects(L.LightningModule):
         self.log_dict(
             {"sum metric": metrics["sum"], "auroc": metrics["auroc"], **metrics["shared"]}
         )
-        self.log("wide metric", metrics["wide"])
         self.log_values(x, batch["label"])
         self.outputs.append(x)
         self.sizes.append((dataloader_idx, len(x)))
         if not getattr(self.trainer.strategy, "is_idle", False):
             self.counted += len(x)
-        gathered: Any = self.all_gather(x)
-        assert gathered.numel() == len(x) * self.trainer.world_size, "ranks have other shapes"
 
     def log_values(self, x: Tensor, label: Tensor) -> None:
         log = partial(self.log, sync_dist=True, batch_size=len(x))
@@ -250,16 +254,10 @@ class Collects(L.LightningModule):
         outputs = torch.cat(self.outputs)
         self.collected = {"own": outputs, "gathered": self.all_gather(outputs)}
         for number, metrics in enumerate(self.metrics):
-            computed = {name: metrics[name].compute() for name in UNLOGGED}
-            seen = computed["seen"].sort().values
-            self.joint[f"seen {number}"] = seen
-            self.joint[f"classes {number}"] = computed["classes"]
-            if seen.numel() >= ENOUGH_FOR_PEARSON:
-                self.joint[f"pearson {number}"] = computed["pearson"]
-            self.collected[f"each {number}"] = computed["each"]
-            self.collected[f"ranking {number}"] = computed["ranking"]
-            for name in UNLOGGED:
+            for name in ("seen", "classes"):
+                self.joint[f"{name} {number}"] = metrics[name].compute()
                 metrics[name].reset()
+            self.joint[f"seen {number}"] = self.joint[f"seen {number}"].sort().values
 
 
 class Record(NamedTuple):
@@ -282,11 +280,9 @@ def evaluate(kind: Kind, directory: Path, cases: list[Case], ranks: int) -> dict
     """Return the record of each case; ``UNREPEATING`` run twice, and the second run counts."""
     records = {}
     for case in cases:
-        loaders = case.loaders()
-        batch_samplers = [each.batch_sampler for each in loaders]
+        loaders = READERS[case.reader](case.samples, case.batch_size)
         for _ in range(2 if case in UNREPEATING else 1):
             records[case] = evaluate_case(kind, directory, case, loaders, ranks)
-        assert [each.batch_sampler for each in loaders] == batch_samplers, case
     return records
 
 
@@ -308,69 +304,259 @@ def evaluate_case(
     return Record(logged | model.joint, model.collected, own, model.sizes, model.counted)
 
 
-class Evaluations(NamedTuple):
-    """The records of our ranks, of stock's ranks, and of one process."""
-
-    ours: list[dict[Case, Record]]
-    stock: list[dict[Case, Record]]
-    alone: dict[Case, Record]
+Records = list[dict[Case, Record]]  # by rank
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def evaluations(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Evaluations:
-    """Evaluate all cases on two or three ranks, and in one process."""
-    ranks = request.param
-    directory = tmp_path_factory.mktemp("evaluations")
-    ours = on_ranks("ours", evaluate, directory, [*UNLIMITED, *LIMITED], ranks, world_size=ranks)
-    stock = on_ranks(
-        "stock", evaluate, directory, [*READ_AS_STOCK, *LIMITED], ranks, world_size=ranks
-    )
-    (alone,) = on_ranks("stock", evaluate, directory / "stock", UNLIMITED, 1, world_size=1)
-    return Evaluations(ours, stock, alone)
-
-
-def test_values_of_all_ranks_are_those_of_one_process(evaluations: Evaluations) -> None:
+def expect_values_of_one_process(ours: Records, alone: dict[Case, Record]) -> None:
     """Logged values and metrics count each sample once, on every rank."""
-    alone = {case: record.joint for case, record in evaluations.alone.items()}
-    for records in evaluations.ours:
-        torch.testing.assert_close({case: records[case].joint for case in UNLIMITED}, alone)
+    expected = {case: record.joint for case, record in alone.items()}
+    for records in ours:
+        torch.testing.assert_close({case: records[case].joint for case in UNLIMITED}, expected)
 
 
-def test_a_rank_is_idle_where_it_repeats_a_sample(evaluations: Evaluations) -> None:
+def expect_idle_ranks(ours: Records, alone: dict[Case, Record]) -> None:
     """Except in steps with ``strategy.is_idle``, the ranks read each sample once."""
-    for case, alone in evaluations.alone.items():
-        counted = sum(records[case].counted for records in evaluations.ours)
-        assert counted == alone.counted, case
+    for case, record in alone.items():
+        assert sum(records[case].counted for records in ours) == record.counted, case
 
 
-def test_a_rank_collects_what_it_collects_with_stock(evaluations: Evaluations) -> None:
-    """A rank has stock's samples in stock's order, including those that it repeats."""
-    for ours, stock in zip(evaluations.ours, evaluations.stock, strict=True):
-        collected = {case: ours[case].collected for case in stock}
-        assert_same(collected, {case: record.collected for case, record in stock.items()})
-
-
-def test_the_step_with_repeated_samples_is_the_only_further_one(evaluations: Evaluations) -> None:
-    """With each loader a rank takes as many steps as with stock, or one more."""
-    for ours, stock in zip(evaluations.ours, evaluations.stock, strict=True):
-        for case in stock:
-            steps = ours[case].steps_by_loader()
-            for number, steps_of_stock in stock[case].steps_by_loader().items():
+def expect_what_stock_collects(ours: Records, stock: Records) -> None:
+    """A rank has stock's samples in stock's order, including those that it repeats, in as
+    many steps as with stock, or one more with each loader.
+    """
+    for own, others in zip(ours, stock, strict=True):
+        for case in others:
+            assert_same(own[case].collected, others[case].collected)
+            steps = own[case].steps_by_loader()
+            for number, steps_of_stock in others[case].steps_by_loader().items():
                 assert steps_of_stock <= steps[number] <= steps_of_stock + 1, case
 
 
-def test_batches_have_the_same_sizes_on_all_ranks(evaluations: Evaluations) -> None:
-    """The ranks make the same calls, and collectives in a step have the same shapes."""
-    first, *others = evaluations.ours
-    for records in others:
-        for case in first:
-            assert records[case].sizes == first[case].sizes, case
-
-
-def test_values_that_the_ranks_do_not_reduce_are_numbers(evaluations: Evaluations) -> None:
-    """This is so even on a rank that is idle in its only step."""
-    for records in evaluations.ours:
+def expect_same_steps(ours: Records) -> None:
+    """The ranks make the same calls, and collectives in a step have the same shapes. Even
+    a rank that is idle in its only step has numbers as values of its own.
+    """
+    for records in ours:
         for case, record in records.items():
+            assert record.sizes == ours[0][case].sizes, case
             assert all(value.isfinite() for value in record.own.values()), case
+
+
+def test_each_sample_counts_once(tmp_path: Path) -> None:
+    """On three ranks, values are those of one process, and all else is stock's."""
+    ours = on_ranks("ours", evaluate, tmp_path, [*UNLIMITED, *LIMITED], 3, world_size=3)
+    stock = on_ranks("stock", evaluate, tmp_path, [*READ_AS_STOCK, *LIMITED], 3, world_size=3)
+    (alone,) = on_ranks("stock", evaluate, tmp_path / "stock", UNLIMITED, 1, world_size=1)
+    expect_values_of_one_process(ours, alone)
+    expect_idle_ranks(ours, alone)
+    expect_what_stock_collects(ours, stock)
+    expect_same_steps(ours)
+
+
+# Samples that the user divides.
+
+
+class Ragged(BatchSampler):
+    """A user's batch sampler: each of three batches is larger than the one before."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        samples = list(self.sampler)
+        return iter([samples[:1], samples[1:3], samples[3:]])
+
+    def __len__(self) -> int:
+        return 3
+
+
+class Scorer(L.LightningModule):
+    """Logs a metric of each loader, and values, at the end of an epoch.
+
+    Attributes:
+        samples: those of each batch that this rank evaluated, by loader.
+    """
+
+    def __init__(self, loaders: int = 1) -> None:
+        super().__init__()
+        self.aurocs = nn.ModuleList(BinaryAUROC() for _ in range(loaders))
+        self.samples: dict[int, list[list[int]]] = {number: [] for number in range(loaders)}
+
+    def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
+        x = batch["x"]
+        auroc: Any = self.aurocs[dataloader_idx]
+        auroc.update(x, batch["label"])
+        self.log(f"auroc {dataloader_idx}", auroc)
+        self.log("mean", x.mean(), sync_dist=True, batch_size=len(x))
+        self.log("greatest", x.max(), reduce_fx="max", sync_dist=True, batch_size=len(x))
+        self.samples[dataloader_idx].append(batch["index"].tolist())
+
+
+class Part(IterableDataset[Any]):
+    """A stream of a rank's part of the samples, without a length."""
+
+    def __init__(self, samples: int, rank: int, world_size: int) -> None:
+        self.samples = samples
+        self.part = slice(rank, None, world_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(scores(self.samples)[self.part])
+
+
+def sampled(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
+    return loader(samples, sampler=range(rank, samples, world_size))
+
+
+def streamed(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(Part(samples, rank, world_size), 2)
+
+
+def unsized(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
+    own = range(rank, samples, world_size)
+    return loader(samples, batch_sampler=iter([own[:1], own[1:]]))  # has no length
+
+
+class Division(NamedTuple):
+    """A rank's loader of its part of so many samples, and the sizes of the batches that
+    each of three ranks evaluates.
+    """
+
+    make: Callable[[int, int, int], DataLoader[Any]]
+    samples: int
+    sizes: list[list[int]]
+
+
+DIVISIONS = [
+    Division(sampled, 5, [[1, 1], [1, 1], [1]]),
+    Division(sampled, 4, [[1, 1], [1], [1]]),
+    Division(streamed, 7, [[2, 1], [2], [2]]),
+    Division(streamed, 9, [[2, 1], [2, 1], [2, 1]]),
+    Division(unsized, 9, [[1, 2], [1, 2], [1, 2]]),
+]
+
+
+def undivided_trainer(world_size: int, directory: Path) -> L.Trainer:
+    strategy: Any = make_strategy("ours", directory) if world_size > 1 else "auto"
+    return make_trainer(strategy, devices=world_size, use_distributed_sampler=False)
+
+
+def divide(rank: int, world_size: int, directory: Path) -> tuple[Any, list[list[int]]]:
+    """Evaluate this rank's part of each loader; return what was logged, and the sizes of
+    this rank's batches by loader.
+    """
+    loaders = [division.make(division.samples, rank, world_size) for division in DIVISIONS]
+    model = Scorer(len(loaders))
+    trainer = undivided_trainer(world_size, directory)
+    trainer.validate(model, loaders, verbose=False)
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    sizes = [[len(batch) for batch in batches] for batches in model.samples.values()]
+    return logged, sizes
+
+
+def test_ranks_that_have_other_numbers_of_batches(tmp_path: Path) -> None:
+    """Each rank evaluates its own batches, and values are those of all samples."""
+    [(alone, _)] = run_ranks(divide, 1, tmp_path)
+    for rank, (logged, sizes) in enumerate(run_ranks(divide, 3, tmp_path)):
+        assert logged == pytest.approx(alone, rel=1e-6)
+        assert sizes == [division.sizes[rank] for division in DIVISIONS]
+
+
+def evaluate_one_sample(
+    rank: int, world_size: int, directory: Path, make: Callable[[int, int, int], DataLoader[Any]]
+) -> tuple[type[BaseException], str]:
+    """Evaluate data of which only rank 0 has a sample; return the error's type and text."""
+    only_on_rank_0 = make(1, rank, world_size)
+    trainer = undivided_trainer(world_size, directory)
+    with pytest.raises((RankFailedError, RuntimeError)) as caught:
+        trainer.validate(Scorer(), only_on_rank_0, verbose=False)
+    return caught.type, str(caught.value)
+
+
+def test_a_rank_whose_loader_has_no_batch_ends_the_evaluation(tmp_path: Path) -> None:
+    """This rank raises stock's error; the other one names it with this cause."""
+    (kind, message), (kind_on_rank_1, _) = run_ranks(evaluate_one_sample, 2, tmp_path, sampled)
+    assert kind is RankFailedError
+    assert message.startswith("rank 1 (host ")
+    assert "Please make sure that it returns at least 1 batch" in message
+    assert kind_on_rank_1 is RuntimeError
+
+
+@pytest.mark.nightly  # the other rank waits for it
+def test_a_rank_whose_stream_yields_no_batch_ends_the_evaluation(tmp_path: Path) -> None:
+    """Every rank's error names the ranks and the remedy."""
+    first, second = run_ranks(evaluate_one_sample, 2, tmp_path, streamed)
+    assert first == second
+    kind, message = first
+    assert kind is RankAbsentError
+    assert "if the ranks have different numbers of batches, use" in message
+
+
+# Samples that cannot or must not count once.
+
+
+class Pulls(Scorer):
+    """Takes batches from an iterator."""
+
+    def validation_step(self, dataloader_iter: Iterator[Any]) -> None:
+        batch, _, _ = next(dataloader_iter)
+        super().validation_step(batch, 0)
+
+
+class Pairs(Scorer):
+    """Takes batches of two loaders, of which one may have ended."""
+
+    def __init__(self) -> None:
+        super().__init__(loaders=2)
+
+    def validation_step(self, batches: Any, index: int) -> None:
+        for number, batch in enumerate(batches):
+            if batch is not None:
+                super().validation_step(batch, index, number)
+
+
+def combined(mode: Any) -> CombinedLoader:
+    return CombinedLoader([loader(11, 2), loader(5, 2)], mode)
+
+
+class Uncounted(NamedTuple):
+    """What a rank reads, the model, and options of the Trainer and of our strategy."""
+
+    loaders: Callable[[int], Any]
+    model: type[Scorer] = Scorer
+    options: Mapping[str, Any] = {}
+    strategy: Mapping[str, Any] = {}
+
+
+UNCOUNTED = {
+    "min_size": Uncounted(lambda rank: combined("min_size"), Pairs),
+    "max_size": Uncounted(lambda rank: combined("max_size"), Pairs, {"limit_val_batches": 1}),
+    "max_size_cycle": Uncounted(
+        lambda rank: combined("max_size_cycle"), Pairs, {"fast_dev_run": True}
+    ),
+    "dataloader_iter": Uncounted(lambda rank: loader(5, 2), Pulls),
+    "drop_last": Uncounted(lambda rank: loader(9, 2, drop_last=True)),
+    "the user's batches": Uncounted(
+        lambda rank: loader(13, batch_sampler=Ragged(range(13), 2, False))
+    ),
+    "a sampler that repeats": Uncounted(
+        lambda rank: loader(5, sampler=DistributedSampler(range(5), 2, rank, shuffle=False))
+    ),
+    "exact_evaluation=False": Uncounted(
+        lambda rank: loader(5, 2), strategy={"exact_evaluation": False}
+    ),
+}
+
+
+def evaluate_uncounted(kind: Kind, directory: Path) -> dict[str, tuple[Any, Any]]:
+    """Return what each evaluation logged, and the samples of this rank's batches."""
+    evaluated = {}
+    for name, case in UNCOUNTED.items():
+        model = case.model()
+        strategy = make_strategy(kind, directory, **case.strategy if kind == "ours" else {})
+        trainer = make_trainer(strategy, **case.options)
+        logged = trainer.validate(model, case.loaders(trainer.global_rank), verbose=False)
+        evaluated[name] = (logged, model.samples)
+    return evaluated
+
+
+def test_evaluations_that_do_not_count_samples_once_are_stocks(tmp_path: Path) -> None:
+    """Values, samples and batches are stock's on each rank."""
+    ours, stock = on_both(evaluate_uncounted, tmp_path)
+    assert_same(ours, stock)

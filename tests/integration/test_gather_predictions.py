@@ -50,15 +50,13 @@ def structured(x: Tensor) -> Any:
 
 
 class Predicts(L.LightningModule):
-    """Returns a given function of a batch, and records the samples that it has read."""
+    """Returns a given function of a batch."""
 
     def __init__(self, predict: Callable[[Tensor], Any] = torch.clone) -> None:
         super().__init__()
         self.predict = predict
-        self.read: list[float] = []
 
     def predict_step(self, x: Tensor, index: int, dataloader_idx: int = 0) -> Any:
-        self.read += x.tolist()
         return self.predict(x)
 
 
@@ -80,65 +78,6 @@ def predict(
     return gather_predictions(trainer)
 
 
-class Predicted(NamedTuple):
-    """The gathered predictions on a rank, and the samples that the rank read."""
-
-    gathered: Any
-    read: list[float]
-
-
-def predict_numbers(
-    rank: int, world_size: int, directory: Path, samples: int, sampler: Any
-) -> Predicted:
-    trainer = new_trainer("ours", directory, devices=world_size)
-    model = Predicts()
-    trainer.predict(model, loader(samples, sampler=sampler))
-    return Predicted(gather_predictions(trainer), model.read)
-
-
-def in_the_middle(samples: int) -> ExactDistributedSampler:
-    sampler = ExactDistributedSampler(range(samples))
-    sampler.resume_at(epoch=0, position=3)
-    return sampler
-
-
-@pytest.mark.parametrize(
-    ("samples", "sampler"),
-    [
-        pytest.param(3, None, id="one sample of each rank"),
-        pytest.param(7, None, id="several samples"),
-        pytest.param(7, ExactDistributedSampler(range(7)), id="the user's sampler"),
-        pytest.param(7, in_the_middle(7), id="the sampler of a resumed epoch"),
-    ],
-)
-def test_every_prediction_is_gathered_once_and_in_order(
-    samples: int, sampler: Any, tmp_path: Path
-) -> None:
-    """Rank 0 has all predictions in the dataset's order, the others have None.
-
-    The ranks read each sample once.
-    """
-    first, *others = by_rank = ranks.run_ranks(predict_numbers, 3, tmp_path, samples, sampler)
-    numbers = list(range(samples))
-    assert first.gathered.tolist() == numbers
-    assert [other.gathered for other in others] == [None, None]
-    assert sorted(sample for rank in by_rank for sample in rank.read) == numbers
-
-
-def predict_structures(kind: training.Kind, directory: Path) -> Any:
-    return predict(new_trainer(kind, directory), loader(5), structured)
-
-
-@pytest.mark.lowest
-def test_predictions_have_the_structure_of_one_batch(tmp_path: Path) -> None:
-    """Those of all ranks are nested as if one batch had all samples, also with stock."""
-    for first, second in training.on_both(predict_structures, tmp_path):
-        training.assert_same(first, structured(torch.arange(5.0)))
-        assert isinstance(first["pair"], Pair)
-        assert isinstance(first["array"], np.ndarray)
-        assert second is None
-
-
 class Case(NamedTuple):
     """The loaders of a rank, what is predicted, and what rank 0 gathers."""
 
@@ -149,6 +88,14 @@ class Case(NamedTuple):
 
 
 CASES = {
+    "one sample of a rank": Case(lambda rank: loader(3), gathered=torch.arange(3.0)),
+    "a sampler that does not repeat": Case(
+        lambda rank: loader(7, sampler=ExactDistributedSampler(range(7))),
+        gathered=torch.arange(7.0),
+    ),
+    "all structures": Case(
+        lambda rank: loader(5), structured(torch.arange(5.0)), predict=structured
+    ),
     "several loaders": Case(
         lambda rank: [loader(5), loader(5, sampler=Backwards(range(5))), loader(2)],
         gathered=[torch.arange(5.0), torch.arange(5.0), torch.arange(2.0)],
@@ -181,11 +128,14 @@ def predict_cases(kind: training.Kind, directory: Path) -> dict[str, Any]:
 
 @pytest.mark.lowest
 def test_predictions_are_those_of_the_samples_that_were_read(tmp_path: Path) -> None:
-    """The first prediction of each sample is gathered, however the samples are read, also
-    with stock.
+    """Rank 0 has the first prediction of each sample in the dataset's order, however the
+    samples are read, also with stock; the others have None. Predictions have the
+    structure of one batch.
     """
     for first, second in training.on_both(predict_cases, tmp_path):
         training.assert_same(first, {name: case.gathered for name, case in CASES.items()})
+        assert isinstance(first["all structures"]["pair"], Pair)
+        assert isinstance(first["all structures"]["array"], np.ndarray)
         assert second == dict.fromkeys(CASES)
 
 

@@ -1,10 +1,14 @@
 """A resumed run equals one that did not stop, in cases that ``test_resume_sweep`` does not
-draw: several failures, a save after ``fit`` and after ``validate``, validation of combined
-loaders, and a hook that loads the data early.
+draw: loaders with a state of their own or of several lengths, several failures, a save
+after ``fit``, and checkpoints that do not say where their epoch continues.
 """
 
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -12,14 +16,170 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.harness.ranks import run_ranks
-from tests.harness.training import At, make_strategy, make_trainer
+from tests.harness.training import (
+    At,
+    Kind,
+    assert_same,
+    make_strategy,
+    make_trainer,
+    on_both,
+    on_ranks,
+)
 from tests.integration import continuing
-from tests.integration.continuing import Numbers, Training
+from tests.integration.continuing import Numbers, Run, Stream, Training
 
 NO_DIFFERENCE = ["", ""]  # of a resumed run, on both ranks
 SAMPLES = 16  # two ranks read them in four batches of two
+
+# Loaders that keep their own state.
+
+
+class ByHand(DataLoader[Any]):
+    """Loads a stream, and has no more than the two methods that Lightning needs for its state.
+
+    Like torchdata's loader, it counts a batch when it is fetched, and a restored state
+    is for the next iterator only.
+    """
+
+    given = start = 0
+
+    def __iter__(self) -> Any:
+        self.given = self.start
+        self.start = 0
+        return self._batches(self.given)
+
+    def _batches(self, start: int) -> Any:
+        for batch in islice(super().__iter__(), start, None):
+            self.given += 1
+            yield batch
+        self.given = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given, "first": self.dataset.numbers[0]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # As a reader of files continues at its place in the file.
+        self.dataset.numbers = range(state["first"], state["first"] + len(self.dataset.numbers))
+        self.start = state["given"]
+
+
+class LikeLitdata(ByHand):
+    """Forgets a restored state only when an iterator is read to its end, as litdata's
+    loader does.
+    """
+
+    def __iter__(self) -> Any:
+        self.given = self.start
+        yield from self._batches(self.start)
+        self.start = 0
+
+
+def stateful_stream(rank: int, **options: Any) -> StatefulDataLoader[Any]:
+    return StatefulDataLoader(Stream(12, rank), batch_size=2, **options)
+
+
+# Loaders of several lengths.
+
+
+def short_and_long(mode: Any) -> CombinedLoader:
+    """Return loaders of 4 and 10 batches."""
+    own = torch.Generator().manual_seed(20)
+    long = DataLoader(Numbers(20), 2, shuffle=True, generator=own)
+    return CombinedLoader([DataLoader(Numbers(8), 2, shuffle=True), long], mode)
+
+
+# Models and callbacks that read batches themselves.
+
+
+class Iterating(continuing.Net):
+    """Fetches its batches itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        ready = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return super().training_step(next(dataloader_iter)[0], ready - 1)
+
+
+class Looks(L.Callback):
+    """Reads a batch of the loader before each step."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        next(iter(trainer.train_dataloader))
+
+
+class Case(NamedTuple):
+    """A rank's loaders, options of the Trainer, and points, see ``generations``."""
+
+    loaders: Callable[[int], Any]
+    options: dict[str, Any]
+    points: Sequence[Sequence[str]]
+
+
+IN_STEP = {
+    "model": continuing.WITHOUT_DROPOUT,  # random numbers within a step are not repeated
+    "use_distributed_sampler": False,
+    "accumulate_grad_batches": 2,
+}
+UNBROKEN = {"model": continuing.WITHOUT_DROPOUT}
+# In the first epoch; the run that resumes there saves again before its first batch.
+SAVED_TWICE = (["train_batch_end-2"], ["train_batch_start-2"])
+
+
+def shuffled(rank: int) -> Any:
+    return continuing.shuffled(SAMPLES)()
+
+
+CASES = {
+    # Each epoch has five batches, and a step has two of them or the last one.
+    "the state of each rank": Case(
+        lambda rank: ByHand(Stream(9, rank), batch_size=2),
+        {"max_epochs": 2, **IN_STEP},
+        (["train_batch_end-1", "train_batch_end-4"], ["train_batch_end-7"]),
+    ),
+    "a state that is kept until the epoch's end": Case(
+        lambda rank: LikeLitdata(Stream(9, rank), batch_size=2),
+        IN_STEP,
+        (["train_batch_end-2"], ["train_batch_end-8"]),
+    ),
+    "a stream in torchdata's loader": Case(
+        stateful_stream, UNBROKEN, (["train_batch_end-2"], ["train_epoch_end-6"])
+    ),
+    "its workers": Case(
+        lambda rank: stateful_stream(rank, **continuing.workers(2)),
+        UNBROKEN,
+        (["train_batch_end-2"], ["train_batch_end-9"]),
+    ),
+    # The points are within a step that begins after the first loader's end.
+    "max_size": Case(lambda rank: short_and_long("max_size"), IN_STEP, [["train_batch_end-7"]]),
+    "max_size_cycle": Case(
+        lambda rank: short_and_long("max_size_cycle"), IN_STEP, [["train_batch_end-5"]]
+    ),
+    "dataloader_iter": Case(shuffled, {"model": partial(Iterating, dropout=0.0)}, SAVED_TWICE),
+    "a limit": Case(shuffled, {"limit_train_batches": 3, **UNBROKEN}, SAVED_TWICE),
+    "loaders that are made again": Case(
+        shuffled, {"reload_dataloaders_every_n_epochs": 1, **UNBROKEN}, SAVED_TWICE
+    ),
+    "a callback that reads": Case(shuffled, {"callbacks": [Looks()], **UNBROKEN}, SAVED_TWICE),
+}
+
+
+def continue_case(rank: int, world_size: int, directory: Path, name: str) -> dict[str, str]:
+    """Return the differences of runs that resume, and resume again."""
+    case = CASES[name]
+    training = Training(lambda: case.loaders(rank), directory, options=case.options)
+    return continuing.generations(training, *case.points)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_continues_from_each_of_its_checkpoints(name: str, tmp_path: Path) -> None:
+    """No batch is lost or repeated, also where a run resumes within an optimiser step."""
+    assert run_ranks(continue_case, 2, tmp_path, name) == [{}, {}]
+
+
+# Failures and stops.
+
 # The batches that raise, by epoch and number, and the points at which they do.
 FAILURES = {
     "exception-1": (0, 1),  # within an epoch
@@ -32,7 +192,7 @@ def fail_again_and_again(rank: int, world_size: int, directory: Path) -> str:
     """Describe how a run that fails three times differs from one that does not."""
     # The workers of the training loader persist from epoch to epoch.
     loaders = continuing.shuffled(SAMPLES, **continuing.KEPT)
-    training = Training(loaders, directory, options={"model": continuing.WITHOUT_DROPOUT})
+    training = Training(loaders, directory, options=UNBROKEN)
     whole = training.run()
     done = 0
     path = None
@@ -53,120 +213,165 @@ def test_a_run_that_fails_again_and_again_trains_on_each_batch_once(tmp_path: Pa
     assert run_ranks(fail_again_and_again, 2, tmp_path) == NO_DIFFERENCE
 
 
-def save_after_fit(directory: Path, *, validates: bool, **limits: int) -> tuple[Training, Path]:
-    """Train until the limits, and save a checkpoint when ``fit`` has returned.
-
-    With ``validates``, ``validate`` runs before the save.
-    """
-    training = Training(continuing.shuffled(20), directory, options={"max_epochs": 2})
-    path = directory / "finished.ckpt"
-    L.seed_everything(7, verbose=False)
-    module = continuing.Net(training.loaders)
-    options = {"num_sanity_val_steps": 0, "limit_val_batches": 0, **limits}
-    trainer = make_trainer(make_strategy("ours", directory), **options)
-    trainer.fit(module)
-    if validates:
-        trainer.validate(module, verbose=False)
-    trainer.save_checkpoint(path)
-    return training, path
-
-
-def resume_after_fit(rank: int, world_size: int, directory: Path, limits: dict[str, int]) -> str:
-    """Describe how a run differs that resumes from a checkpoint of a finished run."""
-    training, path = save_after_fit(directory, validates=False, **limits)
-    done = 3 if "max_steps" in limits else 5
-    return continuing.difference(training, training.run(), done, training.run(ckpt_path=str(path)))
-
-
-@pytest.mark.parametrize(
-    "limits",
-    [
-        pytest.param({"max_epochs": 1}, id="epoch"),
-        pytest.param({"max_epochs": 2, "max_steps": 3}, id="step"),
-    ],
-)
-def test_a_finished_run_continues_where_training_was(
-    limits: dict[str, int], tmp_path: Path
-) -> None:
-    """A checkpoint that is saved after ``fit`` has returned continues the training."""
-    assert run_ranks(resume_after_fit, 2, tmp_path, limits) == NO_DIFFERENCE
-
-
-def resume_after_validate(rank: int, world_size: int, directory: Path) -> tuple[int, list[str]]:
-    """Return the steps of a resumed run whose checkpoint was saved after ``validate``."""
-    training, path = save_after_fit(directory, validates=True, max_epochs=1, max_steps=3)
-    resumed = continuing.resume(training, str(path))
-    return len(resumed.run.steps), resumed.warned
-
-
-def test_after_validate_an_unfinished_epoch_starts_again(tmp_path: Path) -> None:
-    """By then the Trainer has dropped the loaders, so the place in the epoch is unknown."""
-    both_epochs = 2 * 5
-    (steps, warned), (other_steps, _) = run_ranks(resume_after_validate, 2, tmp_path)
-    assert steps == other_steps == both_epochs
-    assert len(warned) == 1
-
-
-class ValidatedTogether(continuing.LongValidated):
-    """Validates on two shuffled loaders at once."""
-
-    def val_dataloader(self) -> Any:
-        loaders = [DataLoader(Numbers(self.samples), 2, shuffle=True) for _ in range(2)]
-        return CombinedLoader(loaders, "max_size")
-
-    def validation_step(self, batch: list[Tensor], index: int) -> None:
-        super().validation_step(torch.cat(batch), index)
-
-
-def stop_in_validation(rank: int, world_size: int, directory: Path) -> str:
-    """Describe how a run differs that a signal stops in its first validation."""
-    options = {
-        "limit_val_batches": 1.0,
-        "model": ValidatedTogether,
-        "max_epochs": 2,
-        "default_root_dir": directory / "run",  # for the stop checkpoint
-    }
-    training = Training(continuing.shuffled(SAMPLES), directory, options=options)
-    whole = training.run()
-    stop = continuing.signalled("on_validation_batch_start", ranks=[0])
-    stopped = training.run(callbacks=[stop])
-    assert stopped.status is not None
-    resumed = training.run(ckpt_path="last")
-    return continuing.difference(training, whole, len(stopped.steps), resumed)
-
-
-def test_a_validation_of_combined_loaders_starts_again(tmp_path: Path) -> None:
-    """Both loaders draw the order that they would have had, and the model's dropout too."""
-    assert run_ranks(stop_in_validation, 2, tmp_path) == NO_DIFFERENCE
-
-
 def stop_before_first_batch(rank: int, world_size: int, directory: Path) -> str:
-    """Describe how a run differs that a signal stops when its second epoch has begun."""
+    """Describe how a run differs that a signal stops when its second epoch has begun, and
+    that resumes with a hook that loads the data before the checkpoint.
+    """
     options = {"max_epochs": 2, "default_root_dir": directory / "run"}
     training = Training(continuing.shuffled(SAMPLES), directory, options=options)
     whole = training.run()
-    stop = continuing.signalled("on_train_epoch_start", earlier=1)
-    stopped = training.run(callbacks=[stop])
+    stopped = training.run(callbacks=[continuing.signalled("on_train_epoch_start", earlier=1)])
     assert stopped.status is not None
-    return continuing.difference(
-        training, whole, len(stopped.steps), training.run(ckpt_path="last")
-    )
+    loads = At("setup", lambda trainer: trainer.estimated_stepping_batches)
+    resumed = training.run(ckpt_path="last", callbacks=[loads])
+    return continuing.difference(training, whole, len(stopped.steps), resumed)
 
 
 def test_an_epoch_that_was_stopped_before_its_first_batch_continues(tmp_path: Path) -> None:
-    """The seeds of its workers were drawn before the random state was saved."""
+    """The seeds of its workers were drawn before the random state was saved. The order is
+    that of the checkpoint's seed, although a hook has loaded the data with another one.
+    """
     assert run_ranks(stop_before_first_batch, 2, tmp_path) == NO_DIFFERENCE
 
 
-def resume_with_early_load(rank: int, world_size: int, directory: Path) -> str:
-    """Describe how a resumed run differs if a hook loads the data before the checkpoint."""
-    training = Training(continuing.shuffled(SAMPLES), directory)
-    whole = training.run("train_batch_end-3")
-    loads = At("setup", lambda trainer: trainer.estimated_stepping_batches)
-    resumed = training.run(ckpt_path=whole.saved["train_batch_end-3"], callbacks=[loads])
-    return continuing.difference(training, whole, 3, resumed)
+# Checkpoints that are saved after a fit.
 
 
-def test_a_hook_may_load_the_data_before_the_checkpoint(tmp_path: Path) -> None:
-    """The resumed run keeps the order of the checkpoint's seed, not that of its own seed."""
-    assert run_ranks(resume_with_early_load, 2, tmp_path) == NO_DIFFERENCE
+def save_after_fit(directory: Path, *functions: str, **limits: int) -> str:
+    """Fit, call these functions of the Trainer, and save."""
+    L.seed_everything(7, verbose=False)
+    module = continuing.Net(continuing.shuffled(20))
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": 0, **limits}
+    trainer = make_trainer(make_strategy("ours", directory), **options)
+    for function in ("fit", *functions):
+        getattr(trainer, function)(module)
+    path = directory / "finished.ckpt"
+    trainer.save_checkpoint(path)
+    return str(path)
+
+
+def resume_after_fit(
+    rank: int, world_size: int, directory: Path
+) -> tuple[list[str], continuing.Resumed]:
+    """Describe how runs differ that resume after ``fit`` has returned; also return one that
+    resumes after ``validate``.
+    """
+    training = Training(continuing.shuffled(20), directory, options={"max_epochs": 2})
+    whole = training.run()
+    differences = []
+    for done, limits in ((5, {"max_epochs": 1}), (3, {"max_steps": 3})):
+        resumed = training.run(ckpt_path=save_after_fit(directory, **limits))
+        differences.append(continuing.difference(training, whole, done, resumed))
+    path = save_after_fit(directory, "validate", max_steps=3)
+    return differences, continuing.resume(training, path)
+
+
+def test_a_finished_run_continues_where_training_was(tmp_path: Path) -> None:
+    """A checkpoint that is saved after ``fit`` has returned continues the training.
+
+    After ``validate`` the Trainer has dropped the loaders, so an unfinished epoch of two
+    starts again, with a warning.
+    """
+    by_rank = run_ranks(resume_after_fit, 2, tmp_path)
+    for differences, after_validate in by_rank:
+        assert differences == ["", ""]
+        assert len(after_validate.run.steps) == 2 * 5
+    assert len(by_rank[0][1].warned) == 1
+
+
+# Lightning's own way to resume.
+
+MIDDLE = "train_batch_end-2"  # of the first epoch
+FIRST_EPOCH_END = "train_epoch_end-4"
+
+
+def training_of(kind: Kind, directory: Path) -> Training:
+    """Return a training on a shuffled loader for two epochs."""
+    loaders = continuing.shuffled(SAMPLES)
+    return Training(loaders, directory, options={"max_epochs": 2}, side=kind)
+
+
+def save_two(kind: Kind, directory: Path) -> list[str]:
+    return [*training_of(kind, directory).run(MIDDLE, FIRST_EPOCH_END).saved.values()]
+
+
+def resume_as_stock(kind: Kind, directory: Path, paths: list[str]) -> list[Run]:
+    training = training_of(kind, directory)
+    if kind == "ours":
+        training.strategy = {"resume_data": "stock"}
+    return [training.run(ckpt_path=path) for path in paths]
+
+
+def test_data_and_random_numbers_can_be_left_to_stock(tmp_path: Path) -> None:
+    """With ``resume_data="stock"``, batches and weights are those of stock's resume."""
+    paths, _ = on_ranks("ours", save_two, tmp_path)
+    ours, stock = on_both(resume_as_stock, tmp_path, paths)
+    for own_runs, stock_runs in zip(ours, stock, strict=True):
+        assert [run.steps for run in own_runs] == [run.steps for run in stock_runs]
+        assert_same([run.weights for run in own_runs], [run.weights for run in stock_runs])
+
+
+def count_lightnings_warnings(rank: int, world_size: int, directory: Path) -> dict[str, int]:
+    """Return how often Lightning warns of a resume within an epoch, by ``resume_data``."""
+    training = training_of("ours", directory)
+    path = training.run(MIDDLE).saved[MIDDLE]
+    filters = list(warnings.filters)
+    counts = {}
+    for resume_data in ("exact", "stock"):
+        training.strategy = {"resume_data": resume_data}
+        with warnings.catch_warnings(record=True) as caught:
+            training.run(ckpt_path=path)
+            assert warnings.filters == filters
+        texts = [str(warning.message) for warning in caught]
+        counts[resume_data] = sum("ended before the epoch ended" in text for text in texts)
+    return counts
+
+
+def test_lightnings_warning_is_hidden_only_where_an_epoch_continues(tmp_path: Path) -> None:
+    """A later run that resumes as stock shows it, on rank 0."""
+    first, second = run_ranks(count_lightnings_warnings, 2, tmp_path)
+    assert first == {"exact": 0, "stock": 1}
+    assert second == {"exact": 0, "stock": 0}
+
+
+# Checkpoints without a data position of this release.
+
+NO_POSITION = (
+    "epoch 0 cannot be resumed in the middle, so that epoch starts again: the checkpoint has no"
+    " position that this release can read; save at the end of an epoch before you change the"
+    " strategy or its release"
+)
+
+
+def stream_training(kind: Kind, directory: Path) -> Training:
+    """Return a training in which each rank has its own stream, in a loader with a state."""
+
+    def load_stream() -> Any:
+        return stateful_stream(torch.distributed.get_rank())
+
+    return Training(load_stream, directory, options={"max_epochs": 2}, side=kind)
+
+
+def save_stream(kind: Kind, directory: Path) -> str:
+    return stream_training(kind, directory).run(MIDDLE).saved[MIDDLE]
+
+
+def resume_stream(kind: Kind, directory: Path, path: str) -> continuing.Resumed:
+    return continuing.resume(stream_training(kind, directory), path)
+
+
+@pytest.mark.parametrize("kind", ["stock", "another release"])
+def test_a_checkpoint_without_a_position_repeats_the_epoch(kind: str, tmp_path: Path) -> None:
+    """Each rank reads all its own data again, and rank 0 warns with the remedy."""
+    side: Kind = "stock" if kind == "stock" else "ours"
+    path, _ = on_ranks(side, save_stream, tmp_path)
+    if kind == "another release":
+        checkpoint = torch.load(path, weights_only=False)
+        checkpoint["lightning_ddp_ext"]["version"] = 5
+        torch.save(checkpoint, path)
+    first, second = on_ranks("ours", resume_stream, tmp_path, path)
+    assert first.warned == [NO_POSITION]
+    assert second.warned == []
+    for rank, resumed in enumerate((first, second)):
+        first_epoch = [step for step in resumed.run.steps if step.epoch == 0]
+        assert continuing.samples_of(first_epoch) == [*Stream(12, rank).numbers]

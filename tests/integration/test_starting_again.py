@@ -86,15 +86,15 @@ class ByTheClock:
 
 
 class WithoutLength:
-    """A sampler without a length."""
+    """A sampler of eight samples without a length, all of which each rank reads."""
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(SAMPLES))
+        return iter(range(8))
 
 
 def sampled_without_length(rank: int, world_size: int) -> DataLoader[Any]:
     sampler: Any = WithoutLength()
-    return DataLoader(Numbers(SAMPLES), 2, sampler=sampler)
+    return DataLoader(Numbers(8), 2, sampler=sampler)
 
 
 def by_the_clock(rank: int, world_size: int) -> DataLoader[Any]:
@@ -140,7 +140,9 @@ CHANGES = {
         partial(divided_by_strategy, in_order=False, **continuing.workers(2)), UNKNOWN_ORDER
     ),
     "a sampler by the clock": same(by_the_clock, OTHER_ORDER),
-    "a sampler without a length": same(sampled_without_length, UNKNOWN_ORDER, options=UNDIVIDED),
+    "a sampler without a length": Change(
+        sampled_without_length, sampled_without_length, UNKNOWN_ORDER, options=UNDIVIDED
+    ),
     "more samples": Change(
         divided_by_strategy,
         partial(divided_by_strategy, samples=28),

@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import numpy as np
@@ -34,6 +34,7 @@ from torchmetrics.classification import BinaryAUROC
 
 from lightning_ddp_ext.errors import RankFailedError
 from tests.harness import sweeps, training
+from tests.integration.continuing import KEPT
 
 # Data.
 
@@ -75,13 +76,22 @@ def own_generator(samples: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(data, sampler=sampler, **options)
 
 
+class OwnIteration(DataLoader[Any]):
+    """Starts torch's iterator when its first batch is requested."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+
+
 LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "in order": lambda samples, **options: DataLoader(Numbered(samples), **options),
     "shuffled": lambda samples, **options: DataLoader(Numbered(samples), shuffle=True, **options),
     "own sampler": own_sampler,
     "own generator": own_generator,
     "stream": lambda samples, **options: DataLoader(Stream(samples), **options),
+    "own iteration": lambda samples, **options: OwnIteration(Numbered(samples), **options),
     "worker": lambda samples, **options: DataLoader(Numbered(samples), num_workers=1, **options),
+    "kept worker": lambda samples, **options: DataLoader(Numbered(samples), **KEPT, **options),
 }
 
 # The parts of programs.
@@ -92,7 +102,12 @@ MODEL = (
     "plateau",  # a scheduler by the validation loss
     "hooks",  # self.log in hooks
     "gathers",  # all_gather and reduce in steps
-    "reads",  # callback_metrics in training steps
+    "reads",  # all metrics in training steps
+    "reads later",  # all metrics after each training step
+    "reads alone",  # all metrics on rank 1, as soon as it has logged a value
+    "infers",  # logs in inference mode
+    "many",  # values of a step, some of them twice
+    "group",  # of ranks, which a value is of
     "profiles",  # a part of the training step
     "estimates",  # the number of steps, in the first hook
     "stops",  # trainer.should_stop after three steps
@@ -146,13 +161,32 @@ TRAINER: dict[str, tuple[Any, ...]] = {
     "max_time": (*[None] * 9, timedelta(microseconds=1)),
 }
 EARLY_ENDS = {("fast_dev_run", 2), ("max_time", timedelta(microseconds=1))}
-# Options of self.log, for values that differ between the ranks.
-LOGGED: dict[str, dict[str, Any]] = {
-    "mean": {"on_step": True, "on_epoch": True, "sync_dist": True},
-    "sum": {"on_step": False, "on_epoch": True, "sync_dist": True, "reduce_fx": "sum"},
-    "max": {"on_step": True, "on_epoch": False, "sync_dist": True, "reduce_fx": "max"},
-    "own": {"on_step": True, "on_epoch": True},
+
+
+class Logged(NamedTuple):
+    """What a program logs of its loss, and options of ``self.log``."""
+
+    value: Callable[[Tensor], Any]
+    options: dict[str, Any]
+
+
+EACH = {"on_step": True, "on_epoch": True}
+LOGGED = {
+    "mean": Logged(torch.clone, {"sync_dist": True, "prog_bar": True, **EACH}),
+    "sum": Logged(torch.clone, {"sync_dist": True, "reduce_fx": "sum", "on_epoch": True}),
+    "max": Logged(torch.clone, {"sync_dist": True, "reduce_fx": "max", "on_step": True}),
+    "min": Logged(torch.clone, {"sync_dist": True, "reduce_fx": torch.min, **EACH}),
+    "own": Logged(torch.clone, EACH),
+    "double": Logged(lambda loss: loss.double() / 3, {"sync_dist": True}),
+    "half": Logged(Tensor.half, {"sync_dist": True}),
+    "nan": Logged(lambda loss: loss * torch.nan, {"sync_dist": True}),
+    "one": Logged(lambda loss: loss.reshape(1), {"sync_dist": True, "batch_size": 7}),
+    "number": Logged(float, {"sync_dist": True, "prog_bar": True}),
+    "graph": Logged(torch.clone, {"sync_dist": True, "enable_graph": True}),
+    "of rank 0": Logged(torch.clone, {"sync_dist": True, "rank_zero_only": True}),
+    "by loader": Logged(torch.clone, {"sync_dist": True, "add_dataloader_idx": False}),
 }
+MANY = 130  # more values than one collective has
 
 
 @dataclass(frozen=True)
@@ -191,13 +225,15 @@ def draw(seed: int) -> Program:
     if train == "own sampler":  # which needs the process group, and that opens later
         model = tuple(name for name in model if name != "estimates")
     options = {name: chance.choice(values) for name, values in TRAINER.items()}
+    if train in ("shuffled", "own generator"):  # ours draws another order if it is not divided
+        options["use_distributed_sampler"] = True
     if "manual" in model:
         options |= {"accumulate_grad_batches": 1, "gradient_clip_val": None}
     return Program(
         seed,
         train=train,
         # Of a shuffled loader, stock draws an order of predictions on each rank.
-        validation=chance.choice(["in order", "own sampler", "stream"]),
+        validation=chance.choice(["in order", "own sampler", "stream", "kept worker"]),
         samples=chance.choice([20, 24, 25]),
         batch_size=chance.choice([2, 3]),
         drops_last=chance.choice([True, False]),
@@ -223,9 +259,11 @@ def parts_of(program: Program) -> set[Any]:
 
 
 def cover() -> list[Program]:
-    """Return few programs that together use each part."""
-    programs = {program: parts_of(program) for program in map(draw, range(300))}
-    return sweeps.greedy_cover(programs, lambda _: 1)
+    """Return few programs that together use each part but the workers that start in each
+    epoch, which take seconds.
+    """
+    drawn = [program for program in map(draw, range(300)) if program.train != "worker"]
+    return sweeps.greedy_cover({program: parts_of(program) for program in drawn}, lambda _: 1)
 
 
 # What a program sees.
@@ -283,12 +321,27 @@ class Watched(L.LightningModule):
         x, y, numbers = batch
         self.seen.append((stage, self.current_epoch, numbers))
         loss: Tensor = (self(x) - y).square().mean()
+        value = loss.detach() + self.global_rank
         for name in self.program.logged:
-            self.log(f"{stage}_{name}", loss.detach() + self.global_rank, **LOGGED[name])
+            logged = LOGGED[name]
+            self.log_value(f"{stage}_{name}", logged.value(value), **logged.options)
+        if "infers" in self.program.model:
+            with torch.inference_mode():
+                self.log_value("inferred", value + 1, sync_dist=True, on_step=True, on_epoch=False)
+        if "many" in self.program.model:
+            self.log_dict({f"{number}": value + number for number in range(MANY)}, sync_dist=True)
+            self.log("0", value / 2, sync_dist=True)
+        if "group" in self.program.model:
+            self.log("group", value, sync_dist=True, sync_dist_group=dist.group.WORLD)
         if "gathers" in self.program.model:
             self.seen.append(self.all_gather({"loss": loss.detach()}))
             self.seen.append(self.trainer.strategy.reduce(loss.detach(), reduce_op="max"))
         return loss
+
+    def log_value(self, name: str, value: Any, **options: Any) -> None:
+        self.log(name, value, **options)
+        if "reads alone" in self.program.model and self.global_rank == 1:
+            self.read_metrics()
 
     def configure_callbacks(self) -> list[L.Callback]:
         if "estimates" in self.program.model:
@@ -304,9 +357,10 @@ class Watched(L.LightningModule):
             optimizer: Any = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(loss)
+            self.log_value("after a collective", float(self.global_rank), sync_dist=True, **EACH)
             optimizer.step()
         if "reads" in self.program.model:
-            self.seen.append(dict(self.trainer.callback_metrics))
+            self.read_metrics()
         if "stops" in self.program.model and self.global_step == 3:
             self.trainer.should_stop = True
         return loss
@@ -330,10 +384,21 @@ class Watched(L.LightningModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if "hooks" in self.program.model:
             total = sum(each.grad.sum() for each in self.parameters() if each.grad is not None)
-            self.log("gradients", total + self.global_rank, sync_dist=True)
+            self.log_value("gradients", total + self.global_rank, sync_dist=True)
+
+    def read_metrics(self) -> None:
+        trainer = self.trainer
+        kinds = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
+        self.seen += [dict(metrics) for metrics in kinds]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if "reads later" in self.program.model:
+            self.read_metrics()
+        if "hooks" in self.program.model:
+            self.log_value("after the step", float(self.global_rank), sync_dist=True, **EACH)
 
     def on_train_epoch_end(self) -> None:
-        self.seen.append(dict(self.trainer.callback_metrics))
+        self.read_metrics()
         if "hooks" in self.program.model:
             self.log("end", float(self.global_rank), sync_dist=True, reduce_fx="sum")
 

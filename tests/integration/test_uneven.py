@@ -1,30 +1,36 @@
-"""With `uneven_inputs="stop_at_shortest"`, all ranks end an epoch when the first one has no
+"""Ranks with different training data are refused, and those with the same warned. With
+``uneven_inputs="stop_at_shortest"``, all ranks end an epoch when the first one has no
 more batches.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_ddp_ext import SamplingError, ScalableDistributedSampler
+from lightning_ddp_ext.errors import ConfigurationError
 from tests.harness.ranks import run_ranks
-from tests.integration.continuing import WITHOUT_DROPOUT, Run, Training, generations
+from tests.harness.training import Net, make_strategy, make_trainer, warnings_with
+from tests.integration import continuing
+from tests.integration.continuing import Numbers, Run, Training, generations
 
 Lengths = list[int]  # of a rank's data, by epoch
 STOP = {"uneven_inputs": "stop_at_shortest"}
 
 
-class Data:
-    """A dataset with this rank's numbers, as many as the epoch has."""
+class Stream(IterableDataset[Tensor]):
+    """This rank's numbers, as many as the epoch has."""
 
     def __init__(self, rank: int, lengths: Lengths) -> None:
         self.rank = rank
@@ -34,22 +40,10 @@ class Data:
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    @property
-    def length(self) -> int:
-        return self.lengths[self.epoch % len(self.lengths)]
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor([100.0 * self.rank + 10 * self.epoch + index])
-
-
-class Stream(Data, IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
-        return map(self.__getitem__, range(self.length))
-
-
-class Samples(Data, Dataset[Tensor]):
-    def __len__(self) -> int:
-        return self.length
+        first = 100.0 * self.rank + 10 * self.epoch
+        length = self.lengths[self.epoch % len(self.lengths)]
+        return (torch.tensor([first + number]) for number in range(length))
 
 
 Loaders = Callable[[int, Lengths], Any]
@@ -60,7 +54,7 @@ def stream(rank: int, lengths: Lengths) -> Any:
 
 
 def indexed(rank: int, lengths: Lengths) -> Any:
-    return DataLoader(Samples(rank, lengths), batch_size=1)
+    return DataLoader(Numbers(*lengths), batch_size=1)
 
 
 def stateful(rank: int, lengths: Lengths) -> Any:
@@ -93,16 +87,14 @@ class Case:
         options = self.all_options()
         limit = options.pop("limit_train_batches", math.inf)
         lengths = [min(*of_ranks, limit) for of_ranks in zip(*self.lengths, strict=True)]
-        # A DataLoader over samples has one length for all epochs.
-        kind = stream if self.loaders is indexed else self.loaders
-        return Training(partial(kind, rank, lengths), directory, options=options)
+        return Training(partial(self.loaders, rank, lengths), directory, options=options)
 
     def all_options(self) -> dict[str, Any]:
         return {
             "max_epochs": len(self.lengths[0]),
             "use_distributed_sampler": False,
             "limit_val_batches": 1.0,
-            "model": WITHOUT_DROPOUT,
+            "model": continuing.WITHOUT_DROPOUT,
             **self.options,
         }
 
@@ -168,21 +160,185 @@ def test_an_epoch_that_will_end_early_can_be_resumed_in_its_middle(
         assert differences == {}
 
 
-class Broken(Stream):
-    def __iter__(self) -> Iterator[Tensor]:
-        yield from super().__iter__()
-        raise OSError("the disk of this rank failed")
+# Data that differ, or are the same.
 
 
-def break_on_one(rank: int, world_size: int, directory: Path) -> tuple[str, int | None]:
-    """Return the kind of the error, and the failed rank that it names."""
-    data = Broken(rank, [4]) if rank == 1 else Stream(rank, [40])
-    with pytest.raises(Exception, match="the disk of this rank failed") as caught:
-        Training(lambda: DataLoader(data, batch_size=1), directory, strategy=STOP).run()
-    return type(caught.value).__name__, getattr(caught.value, "rank", None)
+class Sized(continuing.Stream):
+    """A stream with a length."""
+
+    def __len__(self) -> int:
+        return len(self.numbers)
 
 
-def test_data_that_raise_on_one_rank_end_all(tmp_path: Path) -> None:
-    """The other rank, which waits for the next exchange, raises the cause."""
-    errors = run_ranks(break_on_one, 2, tmp_path)
-    assert errors == [("RankFailedError", 1), ("OSError", None)]
+def other_lengths(rank: int) -> DataLoader[Any]:
+    return DataLoader(Numbers(3 if rank == 0 else 4))
+
+
+def no_length_on_rank_zero(rank: int) -> DataLoader[Any]:
+    return DataLoader(continuing.Stream(3, rank) if rank == 0 else Numbers(3))
+
+
+def part_of_ten(rank: int) -> DataLoader[Any]:
+    """Return a loader of this rank's own part, which the strategy divides once more."""
+    return DataLoader(Subset(Numbers(10), range(10)[rank::3]))
+
+
+def sampler_on_rank_one(rank: int) -> DataLoader[Any]:
+    sampler = ScalableDistributedSampler(range(8))
+    return DataLoader(Numbers(8), sampler=sampler) if rank == 1 else DataLoader(Sized(4, rank))
+
+
+def train(
+    directory: Path, loader: Iterable[Any], strategy: dict[str, Any] | None = None, **options: Any
+) -> int:
+    """Train, and return the number of steps."""
+    options = {"max_epochs": 2, "use_distributed_sampler": False, **options}
+    return len(Training(lambda: loader, directory, strategy=strategy or {}).run(**options).steps)
+
+
+class Difference(NamedTuple):
+    """Loaders that differ by rank, and the error of all ranks.
+
+    Attributes:
+        make: returns a rank's loader.
+        options: of the training, see ``train``.
+        message: the end of the error.
+    """
+
+    make: Callable[[int], DataLoader[Any]]
+    options: dict[str, Any]
+    message: str
+
+
+DIFFERENCES = {
+    "lengths": Difference(
+        other_lengths,
+        options={},
+        message=(
+            "the ranks have different numbers of training batches (3 on rank 0, 4 on ranks 1, 2),"
+            " so some ranks would wait forever after 3 batches; pass"
+            " DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a sampler or drop_last=True"
+            " so that every rank gets the same number of batches"
+        ),
+    ),
+    "a stream on one rank": Difference(
+        no_length_on_rank_zero,
+        options={"strategy": STOP},
+        message=(
+            "training loader DataLoader must have a length on every rank or on none, or training"
+            " would hang (lengths by rank: (inf, 3, 3); inf means no length); define __len__ on every"
+            " rank"
+        ),
+    ),
+    "datasets": Difference(
+        part_of_ten,
+        options={"use_distributed_sampler": True},
+        message=(
+            "the ranks cannot share out the samples of Subset, because the length differs (4 on"
+            " rank 0, 3 on ranks 1, 2); create the same dataset and sampler on every rank, or pass"
+            " Trainer(use_distributed_sampler=False) if each rank has different data"
+        ),
+    ),
+    "a sampler on one rank": Difference(
+        sampler_on_rank_one,
+        options={"use_distributed_sampler": True},
+        # Each rank names its own dataset before this.
+        message=(
+            ", because the kind differs (scalable on rank 1, None on ranks 0, 2); create the same"
+            " dataset and sampler on every rank, or pass Trainer(use_distributed_sampler=False) if"
+            " each rank has different data"
+        ),
+    ),
+}
+
+
+def refuse(rank: int, world_size: int, directory: Path) -> dict[str, str]:
+    """Return the errors."""
+    errors = {}
+    for name, difference in DIFFERENCES.items():
+        options = {"devices": world_size, **difference.options}
+        with pytest.raises(SamplingError) as refused:
+            train(directory, difference.make(rank), **options)
+        errors[name] = str(refused.value)
+    return errors
+
+
+def test_data_that_differ_are_refused(tmp_path: Path) -> None:
+    """Every rank raises, instead of waiting, with the values of all, the rarest first, and
+    a remedy.
+    """
+    for errors in run_ranks(refuse, 3, tmp_path):
+        for name, error in errors.items():
+            assert error.endswith(DIFFERENCES[name].message)
+
+
+def train_with_limits(rank: int, world_size: int, directory: Path) -> list[int]:
+    """Return the steps of two epochs with a limit, and of a run of three steps."""
+    limits: list[dict[str, int]] = [
+        {"limit_train_batches": 3},
+        {"max_steps": 3, "max_epochs": -1},
+    ]
+    return [train(directory, other_lengths(rank), **limit) for limit in limits]
+
+
+def test_a_limit_makes_lengths_even(tmp_path: Path) -> None:
+    """Ranks with other lengths train if each stops at the limit."""
+    assert run_ranks(train_with_limits, 2, tmp_path) == [[6, 3], [6, 3]]
+
+
+class Counting(Net):
+    def configure_callbacks(self) -> list[L.Callback]:
+        assert self.trainer.estimated_stepping_batches
+        return []
+
+
+def count_too_early(rank: int, world_size: int, directory: Path) -> str:
+    trainer = make_trainer(make_strategy("ours", directory, **STOP))
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(Counting())
+    return str(caught.value)
+
+
+def test_lengths_that_the_ranks_cannot_compare_yet_are_refused(tmp_path: Path) -> None:
+    """The error names a hook that runs after the ranks have connected.
+
+    `configure_callbacks` runs before.
+    """
+    for error in run_ranks(count_too_early, 2, tmp_path):
+        assert (
+            "configure_callbacks runs before they connect; read estimated_stepping_batches in setup"
+            in error
+        )
+
+
+def train_and_catch(rank: int, world_size: int, directory: Path) -> dict[str, list[str]]:
+    """Return the warnings of each run."""
+    loaders = {
+        "the same stream": DataLoader(continuing.Stream(2, rank=0)),
+        "a stream of each rank": DataLoader(continuing.Stream(2, rank)),
+        "the same tensor": torch.ones(2, 1, 1),
+        "samples by index": DataLoader(Numbers(2)),
+    }
+    warned = {}
+    for name, loader in loaders.items():
+        with warnings_with("the same on ranks") as warned[name]:
+            train(directory, loader)
+    return warned
+
+
+@pytest.mark.lowest
+def test_ranks_that_read_the_same_are_warned_once(tmp_path: Path) -> None:
+    """Rank 0 names the class of data that are not divided among the ranks.
+
+    Other data cause no warning.
+    """
+    first, second = run_ranks(train_and_catch, 2, tmp_path)
+    (stream_warning,) = first.pop("the same stream")
+    (tensor_warning,) = first.pop("the same tensor")
+    assert stream_warning.startswith(
+        "the first training batch is the same on ranks 0, 1: Stream is probably not split among the"
+        " ranks, so each sample is trained on 2 times per epoch; in __iter__, yield only the"
+        " samples of this rank (call torch.distrib"
+    )
+    assert "Tensor is probably not split" in tensor_warning
+    assert not any([*first.values(), *second.values()])

@@ -1,38 +1,32 @@
-"""A user's loader, samplers and dataset keep their classes and attributes."""
+"""Loaders, samplers and batch samplers of the user's own are divided among ranks, and
+keep their classes and attributes.
+"""
 
 import copy
+import os
 import pickle
 import random
-import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import lightning as L
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from tests.harness import training
 from tests.harness.ranks import run_ranks
+from tests.harness.training import Kind, on_both, on_ranks
 from tests.integration import continuing
-from tests.integration.continuing import Numbers
+from tests.integration.continuing import Batches, Numbers, read
 
 SAMPLES = 16
-POINT = "train_batch_end-2"  # where the first run saves: after two batches
-FAILS_AT = (0, 3)  # the epoch and the batch in which the resumed run fails
 
 
-class Reversed(DistributedSampler[Any]):
-    """A user's sampler with ranks and epochs."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return reversed(list(super().__iter__()))
-
-
-class InTwos(BatchSampler):
-    """A batch sampler of the user's own."""
+class Batched(BatchSampler):
+    """A subclass of torch's batch sampler that changes nothing."""
 
 
 class OwnLoader(DataLoader[Any]):
@@ -50,131 +44,28 @@ class OwnLoader(DataLoader[Any]):
         super().__init__(dataset, batch_size, shuffle, **options)
 
 
-def sampled(rank: int, world_size: int) -> DataLoader[Any]:
-    data = Numbers(SAMPLES)
-    sampler = Reversed(data, world_size, rank)
-    return DataLoader(data, 2, sampler=sampler, **continuing.workers(persistent_workers=True))
+def batched(batch_sampler: Any, samples: int = SAMPLES) -> DataLoader[Any]:
+    return DataLoader(Numbers(samples), batch_sampler=batch_sampler)
 
 
-def batched(rank: int, world_size: int) -> DataLoader[Any]:
-    own = continuing.Turning(SAMPLES, rank, world_size)  # divides the samples itself
-    return DataLoader(Numbers(SAMPLES), batch_sampler=InTwos(own, 2, drop_last=False))
+def given(loader: Any) -> Callable[[], Any]:
+    """Return a ``train_dataloader`` that returns a loader from before the run."""
+    return lambda: loader
 
 
-class Case(NamedTuple):
-    """A loader of each rank.
-
-    Attributes:
-        make: makes the loader from the rank and the number of ranks.
-        is_divided: whether the strategy divides its samples among the ranks.
-    """
-
-    make: Callable[[int, int], DataLoader[Any]]
-    is_divided: bool = False
+# Loaders that are read as with stock.
 
 
-LOADERS = {
-    "shuffled": Case(
-        lambda rank, world_size: OwnLoader(Numbers(SAMPLES), 2, shuffle=True), is_divided=True
-    ),
-    "a sampler, persistent workers": Case(sampled),
-    "a batch sampler": Case(batched),
-    "a stream": Case(continuing.stream(8)),  # each rank has its own
-}
-
-
-def snapshot(part: Any) -> tuple[int, type, dict[str, int]]:
-    """Return the identities of an object and of its attributes, and its class, without
-    what each epoch changes: epochs and torch's workers.
-    """
-    names = vars(part).keys() - {"epoch", "_iterator"}
-    return id(part), type(part), {name: id(vars(part)[name]) for name in names}
-
-
-def snapshots(loader: Any) -> list[Any]:
-    parts = (loader, loader.dataset, loader.sampler, loader.batch_sampler)
-    return [snapshot(part) for part in parts]
-
-
-def train_and_fail(rank: int, world_size: int, directory: Path, name: str) -> dict[str, list[Any]]:
-    """Return the loader's parts before a run, after it, and after one that resumed and
-    failed.
-    """
-    case = LOADERS[name]
-    loader = case.make(rank, world_size)
-    options = {"max_epochs": 2, "use_distributed_sampler": case.is_divided}
-    command = continuing.Training(lambda: loader, directory, world_size, options)
-    parts = {"before": snapshots(loader)}
-    path = command.run(POINT).saved[POINT]
-    parts["after training"] = snapshots(loader)
-    command.run(ckpt_path=path, fail_at=FAILS_AT)
-    parts["after failure"] = snapshots(loader)
-    return parts
-
-
-@pytest.mark.parametrize("name", LOADERS)
-def test_the_users_objects_are_as_they_were(name: str, tmp_path: Path) -> None:
-    """Loader, sampler, batch sampler and dataset keep their classes and attributes."""
-    for parts in run_ranks(train_and_fail, 2, tmp_path, name):
-        assert parts["after training"] == parts["before"]
-        assert parts["after failure"] == parts["before"]
-
-
-def seen(loader: Any) -> dict[str, Any]:
-    """Return what user code sees of a loader."""
-    return {
-        "type": type(loader).__name__,
-        "is the user's": isinstance(loader, OwnLoader),
-        "length": len(loader),
-        "attributes": {*vars(loader)},
-    }
-
-
-def copy_loaders(kind: training.Kind, directory: Path, is_divided: bool) -> dict[str, Any]:
-    """Return what a callback sees of the loader and of copies of it.
-
-    ``is_divided``: whether the strategy divides its samples among the ranks.
-    """
-    copies: dict[str, Any] = {}
-
-    def copy_loader(trainer: L.Trainer) -> None:
-        loader: Any = trainer.train_dataloader
-        copies["itself"] = seen(loader)
-        copies["created again"] = seen(type(loader)(loader.dataset))
-        copies["copied"] = seen(copy.copy(loader))
-        copies["pickled"] = seen(pickle.loads(pickle.dumps(loader)))
-
-    loader = OwnLoader(training.data(SAMPLES), batch_size=2, shuffle=True, own="given")
-    trainer = training.make_trainer(
-        training.make_strategy(kind, directory),
-        callbacks=[training.At("on_train_start", copy_loader)],
-        use_distributed_sampler=is_divided,
-        max_epochs=1,
-    )
-    trainer.fit(training.Net(), loader)
-    return copies
-
-
-@pytest.mark.parametrize("is_divided", [True, False])
-def test_copies_of_a_loader_in_a_run_are_as_with_stock(is_divided: bool, tmp_path: Path) -> None:
-    """A loader, and one that is copied, pickled or created again, have the user's class."""
-    ours, stock = training.on_both(copy_loaders, tmp_path, is_divided)
-    assert ours == stock
-
-
-class Locked(DataLoader[Any]):
-    """Leaves its lock out when it is sent to another process."""
+class ReadsOwnBatchSampler(DataLoader[Any]):
+    """Keeps its batch sampler under another name, and reads that."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "lock"}
+        self.order = self.batch_sampler
 
     def __iter__(self) -> Any:
-        with self.lock:
-            return super().__iter__()
+        for indices in self.order:
+            yield self.collate_fn([self.dataset[index] for index in indices])
 
 
 class Unpicklable(DataLoader[Any]):
@@ -199,78 +90,231 @@ class OwnIterator:
     def __init__(self) -> None:
         self.generator = random.Random(0)
         self.samples = list(range(SAMPLES))
-        self.given = 0
+        self.rest = iter(self.samples)
 
     def __len__(self) -> int:
-        return 4  # of the samples, in batches of one
+        return SAMPLES
 
     def __iter__(self) -> Self:
         self.generator.shuffle(self.samples)
-        self.given = 0
+        self.rest = iter(self.samples)
         return self
 
-    def __next__(self) -> torch.Tensor:
-        if self.given == len(self):
-            raise StopIteration
-        sample = self.samples[self.given]
-        self.given += 1
-        return torch.tensor([[float(sample)]])
+    def __next__(self) -> Tensor:
+        return torch.tensor([[float(next(self.rest))]])
+
+
+class Unsized:
+    """Batches of which there is no number."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0], [1]])
+
+
+def part_in_batches(rank: int) -> DataLoader[Any]:
+    own = DistributedSampler(range(SAMPLES), 2, rank, shuffle=False)
+    return batched(Batched(own, 2, drop_last=False))
+
+
+class Case(NamedTuple):
+    """A rank's loader, and whether the strategy divides its samples among the ranks."""
+
+    make: Callable[[int], Any]
+    is_divided: bool = True
+
+
+AS_STOCK = {
+    "reads own batch sampler": Case(
+        lambda rank: ReadsOwnBatchSampler(Numbers(SAMPLES), batch_size=2, shuffle=True)
+    ),
+    "cannot be pickled": Case(lambda rank: Unpicklable(Numbers(SAMPLES), 2), is_divided=False),
+    "its own iterator": Case(lambda rank: OwnIterator(), is_divided=False),
+    "divided by a sampler": Case(part_in_batches),
+    "without a number": Case(lambda rank: batched(Unsized())),
+}
 
 
 class Evaluated(continuing.Net):
     """Records the samples of validation, as its base class does those of training."""
 
-    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+    def validation_step(self, batch: Tensor, index: int) -> None:
         self.happens("validated", *batch.flatten().tolist())
 
 
-def read_unusual(
-    kind: training.Kind, directory: Path, make: Callable[[], Any], is_divided: bool
-) -> dict[str, Any]:
-    """Train on a loader, and validate on another one of the same kind."""
-    module = Evaluated(make)
-    trainer = training.make_trainer(
-        training.make_strategy(kind, directory), use_distributed_sampler=is_divided
-    )
-    trainer.fit(module, val_dataloaders=make())
-    return {"trained": module.steps, "events": module.events}
-
-
-@pytest.mark.parametrize(
-    ("make", "is_divided"),
-    [
-        pytest.param(
-            partial(Locked, Numbers(SAMPLES), batch_size=2, shuffle=True),
-            True,
-            id="leaves a lock out",
-        ),
-        pytest.param(
-            partial(Unpicklable, Numbers(SAMPLES), batch_size=2), False, id="cannot be pickled"
-        ),
-        pytest.param(OwnIterator, False, id="its own iterator"),
-    ],
-)
-def test_an_unusual_loader_is_read_as_with_stock(
-    make: Callable[[], Any], is_divided: bool, tmp_path: Path
-) -> None:
-    """A loader that cannot be sent whole to another process, or that shuffles at each
-    start, yields the batches that it yields with stock.
+def read_as_stock(kind: Kind, directory: Path) -> dict[str, Any]:
+    """Train on a loader from before the run, and validate on another one of the same kind;
+    return the steps and events, or the error.
     """
-    ours, stock = training.on_both(read_unusual, tmp_path, make, is_divided)
+    found: dict[str, Any] = {}
+    for name, case in AS_STOCK.items():
+        rank = int(os.environ["RANK"])
+        module = Evaluated(given(case.make(rank)))
+        trainer = training.make_trainer(
+            training.make_strategy(kind, directory), use_distributed_sampler=case.is_divided
+        )
+        try:
+            trainer.fit(module, val_dataloaders=case.make(rank))
+        except TypeError as error:
+            found[name] = str(error)
+        else:
+            found[name] = (module.steps, module.events)
+    return found
+
+
+def test_unusual_loaders_are_read_as_with_stock(tmp_path: Path) -> None:
+    """They yield the batches that they yield with stock; the error of batches without a
+    number is Lightning's, which names ``use_distributed_sampler``.
+    """
+    ours, stock = on_both(read_as_stock, tmp_path)
+    assert ours == stock
+    assert "Trainer(use_distributed_sampler=False)" in ours[0]["without a number"]
+
+
+# Loaders that stock refuses, or creates again with other arguments.
+
+
+class FixedOptions(DataLoader[Any]):
+    """Chooses all of torch's options itself."""
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset, batch_size=2, shuffle=True)
+
+
+COPIED: dict[str, Callable[[], DataLoader[Any]]] = {
+    "fixed options": lambda: FixedOptions(Numbers(SAMPLES)),
+    "explicit": lambda: batched(BatchSampler(RandomSampler(range(SAMPLES)), 2, False)),
+}
+
+
+def read_copied(kind: Kind, directory: Path) -> dict[str, list[Batches]]:
+    """Return the batches of a user's loader from a hook, of one from before, and of a plain
+    loader.
+    """
+    plain = read(kind, directory, continuing.shuffled(SAMPLES))
+    return {
+        name: [read(kind, directory, each) for each in (make, given(make()))] + [plain]
+        for name, make in COPIED.items()
+    }
+
+
+def test_a_loader_whose_class_cannot_be_created_again_keeps_its_arguments(tmp_path: Path) -> None:
+    """Each rank reads its part through the user's loader and batch sampler."""
+    for by_name in on_ranks("ours", read_copied, tmp_path):
+        for name, (from_hook, from_before, plain) in by_name.items():
+            assert from_hook == from_before == plain, name
+
+
+# Batches of the user's.
+
+
+def read_whole(kind: Kind, directory: Path) -> list[int]:
+    """Return the numbers of batches of loaders whose batches are whole."""
+    samples = (9, 10, 12, 16)
+    loaders = [batched(Batched(range(each), 2, drop_last=True), each) for each in samples]
+    return [len(read(kind, directory, given(each), max_epochs=1)[0]) for each in loaders]
+
+
+def test_ranks_have_stocks_number_of_whole_batches(tmp_path: Path) -> None:
+    """With ``drop_last=True``, batches that not every rank has are left out."""
+    ours, stock = on_both(read_whole, tmp_path)
     assert ours == stock
 
 
-def keep_loader(rank: int, world_size: int, directory: Path) -> dict[str, int]:
-    """Return the length of a validation's loader, and its length after a test on another."""
-    trainer = training.make_trainer(training.make_strategy("ours", directory))
-    trainer.validate(training.Net(), DataLoader(training.data(7), batch_size=4), verbose=False)
-    kept: Any = trainer.val_dataloaders
-    after_validation = len(kept)
-    trainer.test(training.Net(), verbose=False)
-    return {"after validation": after_validation, "after test": len(kept)}
+# What a run leaves of the user's objects.
 
 
-def test_a_kept_loader_has_its_length_after_another_run(tmp_path: Path) -> None:
-    """A rank reads three samples in one batch and the fourth one alone, in two batches."""
-    expected = {"after validation": 2, "after test": 2}
-    assert run_ranks(keep_loader, 2, tmp_path) == [expected, expected]
+class Reversed(DistributedSampler[Any]):
+    """A user's sampler with ranks and epochs."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return reversed(list(super().__iter__()))
+
+
+def sampled(rank: int) -> DataLoader[Any]:
+    data = Numbers(SAMPLES)
+    return DataLoader(data, 2, sampler=Reversed(data, 2, rank), **continuing.KEPT)
+
+
+LOADERS = {
+    "shuffled": Case(lambda rank: OwnLoader(Numbers(SAMPLES), 2, shuffle=True)),
+    "a sampler, persistent workers": Case(sampled, is_divided=False),
+    "a batch sampler": Case(part_in_batches, is_divided=False),
+    "a stream": Case(lambda rank: continuing.stream(8)(rank, 2), is_divided=False),
+}
+
+
+def snapshot(part: Any) -> tuple[int, type, dict[str, int]]:
+    """Return the identities of an object and of its attributes, and its class, without
+    what each epoch changes: epochs and torch's workers.
+    """
+    names = vars(part).keys() - {"epoch", "_iterator"}
+    return id(part), type(part), {name: id(vars(part)[name]) for name in names}
+
+
+def snapshots(loader: Any) -> list[Any]:
+    parts = (loader, loader.dataset, loader.sampler, loader.batch_sampler)
+    return [snapshot(part) for part in parts]
+
+
+def train_and_fail(rank: int, world_size: int, directory: Path, name: str) -> list[list[Any]]:
+    """Return the loader's parts before a run, after it, and after one that resumed and
+    failed.
+    """
+    case = LOADERS[name]
+    loader = case.make(rank)
+    options = {"max_epochs": 2, "use_distributed_sampler": case.is_divided}
+    command = continuing.Training(given(loader), directory, world_size, options)
+    parts = [snapshots(loader)]
+    point = "train_batch_end-2"
+    path = command.run(point).saved[point]
+    parts.append(snapshots(loader))
+    command.run(ckpt_path=path, fail_at=(0, 3))
+    return [*parts, snapshots(loader)]
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_users_objects_are_as_they_were(name: str, tmp_path: Path) -> None:
+    """Loader, sampler, batch sampler and dataset keep their classes and attributes."""
+    for before, after_training, after_failure in run_ranks(train_and_fail, 2, tmp_path, name):
+        assert after_training == before
+        assert after_failure == before
+
+
+# What user code sees of a loader in a run.
+
+
+def seen(loader: Any) -> dict[str, Any]:
+    """Return what user code sees of a loader."""
+    return {
+        "type": type(loader).__name__,
+        "is the user's": isinstance(loader, OwnLoader),
+        "length": len(loader),
+        "attributes": {*vars(loader)},
+    }
+
+
+def copy_loaders(kind: Kind, directory: Path) -> list[dict[str, Any]]:
+    """Return what a callback sees of a loader and of copies of it, whose samples the
+    strategy divides or not.
+    """
+    copies: list[dict[str, Any]] = []
+
+    def copy_loader(trainer: L.Trainer) -> None:
+        loader: Any = trainer.train_dataloader
+        created_again = type(loader)(loader.dataset)
+        pickled = pickle.loads(pickle.dumps(loader))
+        copies.extend(map(seen, (loader, created_again, copy.copy(loader), pickled)))
+
+    for is_divided in (True, False):
+        loader = OwnLoader(Numbers(SAMPLES), batch_size=2, shuffle=True, own="given")
+        copying = training.At("on_train_start", copy_loader)
+        options = {"use_distributed_sampler": is_divided, "max_epochs": 1}
+        read(kind, directory, given(loader), [copying], **options)
+    assert len(copies) == 8
+    return copies
+
+
+def test_copies_of_a_loader_in_a_run_are_as_with_stock(tmp_path: Path) -> None:
+    """A loader, and one that is copied, pickled or created again, have the user's class."""
+    ours, stock = on_both(copy_loaders, tmp_path)
+    assert ours == stock
