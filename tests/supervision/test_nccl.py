@@ -76,7 +76,7 @@ def blame(trainer: Any) -> None:
     context = current()
     assert context is not None
     if trainer.global_rank == 0:
-        context.peers.report(event_of("absent", context.table[1], "rank 1 missed a call"))
+        context.peers.report(event_of("absent", context.peers.table[1], "rank 1 missed a call"))
         context.peers.check()
     compare(trainer)
 
