@@ -46,7 +46,11 @@ def save_if_furthest(
         file.seek(0)
         if _saved_batches(file.read(), run) >= batches:
             return False
-        save()
+        try:
+            save()
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)  # nothing is recorded
+            raise
         with suppress(OSError):  # if nothing is recorded, another survivor saves again
             file.truncate(0)
             file.write(f"{run} {batches}".encode())

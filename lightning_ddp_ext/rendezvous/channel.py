@@ -64,6 +64,7 @@ class Channel:
             if the rank left in order.
         arrived: notified after each message and each closed connection. No message is
             delivered while a thread holds its lock.
+        is_closing: whether this process has left the other ranks, or is leaving.
     """
 
     def __init__(self, heartbeat: float) -> None:
@@ -78,7 +79,7 @@ class Channel:
         self._unclaimed: dict[str, list[Message]] = {}  # of topics without a handler
         self._loop = asyncio.SelectorEventLoop()
         self._thread: threading.Thread | None = None
-        self._is_closing = False
+        self.is_closing = False
 
     # Connecting.
 
@@ -129,7 +130,7 @@ class Channel:
 
         Nothing is called if the channel has no connections, or is closing.
         """
-        if self._thread is not None and not self._is_closing:
+        if self._thread is not None and not self.is_closing:
             with suppress(RuntimeError):  # closed meanwhile
                 self._loop.call_soon_threadsafe(action, *args)
 
@@ -144,6 +145,11 @@ class Channel:
             for body in self._unclaimed.pop(topic, []):
                 handler(body)
             self._handlers[topic] = handler
+
+    def forget(self, topic: str) -> None:
+        """Drop the handler of a topic, and messages without one."""
+        self._handlers.pop(topic, None)
+        self._unclaimed.pop(topic, None)
 
     def deliver(self, topic: str, body: Message) -> None:
         """Call the handler of a topic with a message, or keep it for a later handler."""
@@ -183,11 +189,11 @@ class Channel:
 
         Unless ``in_order``, the other ranks then count this rank as dead.
         """
-        if self._is_closing:
+        if self.is_closing:
             return
         if in_order:
             self.send(_LEAVING, {})
-        self._is_closing = True
+        self.is_closing = True
         if self._thread is None:
             self._loop.close()
             return
@@ -202,7 +208,7 @@ class Channel:
         The loop must not close them, since it would also remove the parent's sockets
         from the selector, which both processes share.
         """
-        self._is_closing = True
+        self.is_closing = True
         for connection in self._connections:
             connection.socket.close()
 
@@ -278,7 +284,7 @@ class Channel:
                 connection.send(line)
 
     def _handle_message(self, connection: Connection, topic: str, body: Message) -> None:
-        if self._is_closing:
+        if self.is_closing:
             return
         with self.arrived:
             if connection.rank is None:
@@ -297,7 +303,7 @@ class Channel:
         with self.arrived:
             del self._of_rank[rank]
             self.ended[rank] = reason = "" if connection.has_left else connection.close_reason
-        if not self._is_closing:
+        if not self.is_closing:
             self.deliver(ENDED, {"from": rank, "reason": reason})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 _OPEN_FILES = "/proc/self/fd"
 
@@ -38,9 +38,9 @@ class OpenedSockets:
         still_open = _open_sockets() - self._before
         opened = still_open if self._after is None else still_open & self._after
         of_python = _descriptors_of_python() if opened else set()
-        for descriptor, _ in opened:
+        for descriptor, inode in opened:
             if descriptor not in of_python:
-                _end_connection(descriptor)
+                _end_connection(descriptor, inode)
 
 
 def _open_sockets() -> set[tuple[int, str]]:
@@ -61,11 +61,16 @@ def _descriptors_of_python() -> set[int]:
     return {each.fileno() for each in objects}
 
 
-def _end_connection(descriptor: int) -> None:
-    with suppress(OSError):
-        is_blocking = os.get_blocking(descriptor)
-        with socket.socket(fileno=os.dup(descriptor)) as duplicate:
-            os.set_blocking(descriptor, is_blocking)  # socket.setdefaulttimeout changes it
-            # Raises for a listening socket: shutting it down would abort gloo's process.
-            duplicate.getpeername()
-            duplicate.shutdown(socket.SHUT_RDWR)
+def _end_connection(descriptor: int, inode: str) -> None:
+    with suppress(OSError), ExitStack() as stack:
+        duplicate = os.dup(descriptor)
+        stack.callback(os.close, duplicate)
+        if os.readlink(f"{_OPEN_FILES}/{duplicate}") != inode:
+            return  # closed and reused meanwhile, for example by a file with a lock
+        is_blocking = os.get_blocking(duplicate)
+        connection = socket.socket(fileno=duplicate)
+        stack.callback(connection.detach)
+        os.set_blocking(duplicate, is_blocking)  # socket.setdefaulttimeout changes it
+        # Raises for a listening socket: shutting it down would abort gloo's process.
+        connection.getpeername()
+        connection.shutdown(socket.SHUT_RDWR)

@@ -232,16 +232,15 @@ class Peers:
         with self.arrived:
             # Outside of a run the process continues. Since Python 3.12, no thread can
             # start during shutdown.
-            if not self.has_raised and self._is_in_run():
+            if not self.has_raised and _is_in_run():
                 self._forced_exit.start(
                     seconds,
                     1,
                     lambda: sentence,
-                    is_needed=self._is_in_run,
+                    is_needed=_is_in_run,
                     seconds_after_saves=seconds,
                 )
 
-    def _is_in_run(self) -> bool:
-        """Whether the main thread is in a run of these ranks."""
-        run = current_run()
-        return run is not None and (run.is_joint or len(self.table) == 1)
+
+def _is_in_run() -> bool:
+    return current_run() is not None

@@ -3,9 +3,6 @@
 The connections normally stay open until exit. To turn a request into a process group,
 :func:`join` calls ``handshake.connect``, which returns the ``Connections``, and then
 ``ProcessGroups.form_default``.
-
-A process has at most two contexts: one with all ranks, and, while a rank works alone
-between two Trainers of all ranks, a second one of this rank only, which is then in use.
 """
 
 from __future__ import annotations
@@ -45,20 +42,14 @@ class ProcessContext:
         connections: the results of the handshake.
 
     Attributes:
-        table: all ranks, in order.
         peers: the other ranks, and their failures and departures.
         barriers: the named barriers.
         groups: the process groups.
         session: what other subpackages keep with these connections.
-        world: this process's place among all ranks.
-        has_closed: whether this process has left the other ranks.
     """
 
     def __init__(self, request: Request, connections: Connections) -> None:
         self.session: Any = None
-        self.has_closed = False
-        self.world = request.world
-        self.table = connections.table
         self._connections = connections
         self.groups = ProcessGroups(request, connections)
         self.peers = Peers(
@@ -109,20 +100,30 @@ class ProcessContext:
     def adapted(self, request: Request) -> Request:
         """Return another Trainer's request, adapted to the existing connections.
 
-        It gets their init method and endpoint, also if the ranks connect again.
+        It gets their init method if it leaves out its own.
 
         Raises:
             ConfigurationError: the request has another rank, world size or init method.
             RankFailedError: a rank died, or a rank failed and this rank has not raised
                 the error yet.
         """
-        if len(self.table) == 1:
-            return request
         world = request.world
         connected = self.groups.request
-        if (world.rank, world.world_size) != (self.world.rank, self.world.world_size):
+        if connected.is_explicit and not request.is_explicit:
+            request = replace(
+                request,
+                init_method=connected.init_method,
+                make_endpoint=connected.make_endpoint,
+                is_explicit=True,
+            )
+        # A script may destroy the group, to test each sample once on one device.
+        works_alone_now = world.world_size == 1 and not dist.is_initialized()
+        if connected.world.world_size == 1 or works_alone_now:
+            return request
+        rank, world_size = connected.world.rank, connected.world.world_size
+        if (world.rank, world.world_size) != (rank, world_size):
             raise ConfigurationError(
-                f"this process is already rank {self.world.rank} of {self.world.world_size}, but"
+                f"this process is already rank {rank} of {world_size}, but"
                 f" this Trainer needs it to be rank {world.rank} of {world.world_size}; use the"
                 " same devices and num_nodes for every Trainer of a script, or call"
                 " torch.distributed.destroy_process_group() before a Trainer with one device"
@@ -137,17 +138,12 @@ class ProcessContext:
         is_dealt_with = self.peers.has_raised and cause is not None and cause.kind != "died"
         if not is_dealt_with:
             self.peers.check()
-        return replace(
-            request,
-            init_method=connected.init_method,
-            make_endpoint=connected.make_endpoint,
-        )
+        return request
 
     def can_serve(self, request: Request) -> bool:
         """Whether a Trainer with an adapted request can use the groups."""
         return (
-            len(self.table) == request.world.world_size
-            and self.peers.cause is None
+            self.peers.cause is None
             and _group_settings(request) == _group_settings(self.groups.request)
             and self.groups.owns_default
         )
@@ -164,7 +160,7 @@ class ProcessContext:
         cause = self.peers.cause
         if cause is None or not self.groups.has_aborted_nccl:
             return False
-        is_own_exception = cause.kind == "failed" and cause.rank == self.world.rank
+        is_own_exception = cause.kind == "failed" and cause.rank == self.peers.rank
         return not is_own_exception
 
     def announce_failure(self, exception: BaseException, traceback_text: str) -> None:
@@ -189,9 +185,6 @@ class ProcessContext:
 
     def close(self) -> None:
         """Close groups, channel and store."""
-        with self.peers.arrived:
-            self.has_closed = True
-            self.peers.arrived.notify_all()
         try:
             self.groups.close(is_broken=self.peers.cause is not None)
         finally:
@@ -202,14 +195,14 @@ class ProcessContext:
             _stuck.append(self.groups)
 
 
-_contexts: list[ProcessContext] = []  # the last one is in use
+_current: ProcessContext | None = None
 _stuck: list[ProcessGroups] = []  # closed, but their abort did not return
-_parents_contexts: list[ProcessContext] = []  # in a forked child
+_parents_contexts: list[ProcessContext | None] = []  # in a forked child
 
 
 def current() -> ProcessContext | None:
     """Return this process's context; ``None`` while it is not connected."""
-    return _contexts[-1] if _contexts else None
+    return _current
 
 
 def join(request: Request) -> ProcessContext | None:
@@ -222,7 +215,7 @@ def join(request: Request) -> ProcessContext | None:
     - uses the groups, with its own timeout, if their settings are the same;
     - leaves and connects again for another backend or other variables, after a failure
       that all ranks survived, and if the script has destroyed the group;
-    - connects to other ranks if this process was the only one;
+    - connects to other ranks if this process was the only one, or works alone;
     - raises if anything else differs.
 
     Returns:
@@ -235,26 +228,30 @@ def join(request: Request) -> ProcessContext | None:
         RendezvousError: the ranks did not connect within ``init_timeout``.
         RankFailedError: a rank died or failed, earlier or during this call.
     """
+    global _current
     use_device(request.device)
-    earlier = _reusable(request.world.world_size)
+    earlier = _current
     if earlier is not None:
         request = earlier.adapted(request)
         if earlier.can_serve(request):
             earlier.groups.serve(request)
             return earlier
         _warn_of_changed_variables(earlier.groups, request)
-        _contexts.pop().close()
+        leave()
     if dist.is_initialized():
         _adopt_foreign_group(request)
         return None
-    context = _open(request)
-    _contexts.append(context)
+    _current = _open(request)
     at_exit(leave)
-    return context
+    return _current
 
 
 def _open(request: Request) -> ProcessContext:
-    """Connect to the other ranks, and form the default group. Collective."""
+    """Connect to the other ranks, and form the default group. Collective.
+
+    Raise the error of another rank that prevented the group. Otherwise, report this
+    rank's own error, and raise it.
+    """
     check_variables(request.variables)
     deadline = Deadline(request.init_timeout.total_seconds())
     at_exit(_exit_if_stuck)
@@ -262,7 +259,15 @@ def _open(request: Request) -> ProcessContext:
     try:
         context.form_group(deadline)
     except BaseException as error:
-        cause = _close_without_group(context, error)
+        is_explained = isinstance(error, DDPExtError)
+        event = context.peers.wait(0.0 if is_explained else context.peers.timeouts.first_cause)
+        if event is None:
+            context.announce_failure(error, "")
+        context.close_group()
+        context.close()
+        if event is None:
+            raise
+        cause = event.to_error()
         raise cause from cause.__cause__
     return context
 
@@ -281,40 +286,9 @@ def _group_settings(request: Request) -> tuple[object, ...]:
     With several ranks, the device is not one of them: the ranks would have to agree on
     whether any of them has another device.
     """
-    device = request.device if request.world.world_size == 1 else None
-    return request.backend, request.variables, request.has_one_device, device
-
-
-def _reusable(world_size: int) -> ProcessContext | None:
-    """Return the context that a Trainer for a number of ranks can use, if any.
-
-    A script may destroy the group after a fit, to test each sample once on one device:
-    the connections then stay open for the next fit, while a rank works alone.
-    """
-    if len(_contexts) > 1 and world_size > 1:
-        _contexts.pop().close()
-    context = current()
-    if context is None or len(context.table) == 1 or world_size > 1:
-        return context
-    has_destroyed_group = not dist.is_initialized()
-    return None if has_destroyed_group else context
-
-
-def _close_without_group(context: ProcessContext, error: BaseException) -> BaseException:
-    """Close a context whose group did not form, and return the error to raise.
-
-    It is that of another rank which prevented the group. Otherwise, report this rank's
-    own error and return it.
-    """
-    is_explained = isinstance(error, DDPExtError)
-    event = context.peers.wait(0.0 if is_explained else context.peers.timeouts.first_cause)
-    if event is None:
-        context.announce_failure(error, "")
-        context.close()
-        return error
-    context.close_group()
-    context.close()
-    return event.to_error()
+    size = request.world.world_size
+    device = request.device if size == 1 else None
+    return size, request.backend, request.variables, request.has_one_device, device
 
 
 def leave() -> None:
@@ -323,8 +297,11 @@ def leave() -> None:
     A strategy's ``teardown`` must not call this function: hooks and a second ``fit``
     still need the group.
     """
-    while _contexts:
-        _contexts.pop().close()
+    global _current
+    context = _current
+    _current = None
+    if context is not None:
+        context.close()
 
 
 def at_exit(action: Callable[[], None]) -> None:
@@ -347,11 +324,12 @@ def _exit_if_stuck() -> None:
 
 def _drop_in_child() -> None:
     """Drop the parent's context in a forked child, such as a loader worker."""
-    for context in _contexts:
-        context.peers.channel.close_inherited_sockets()
-    # Keep references: destroying a store joins threads, which only the parent has.
-    _parents_contexts.extend(_contexts)
-    _contexts.clear()
+    global _current
+    if _current is not None:
+        _current.peers.channel.close_inherited_sockets()
+    # Keep a reference: destroying a store joins threads, which only the parent has.
+    _parents_contexts.append(_current)
+    _current = None
 
 
 os.register_at_fork(after_in_child=_drop_in_child)

@@ -2,7 +2,7 @@
 
 After another rank's death, this process exits if its main thread stays blocked in a
 run. Outside of runs, such as in the user's code after ``fit``, a death is only
-recorded, and signals do not stop ranks. The same applies to a run of this rank alone.
+recorded, and signals do not stop ranks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ class Run:
     Attributes:
         is_outermost: whether no other run was under way at its start; a Trainer may run
             inside another Trainer's hook.
-        is_joint: whether all ranks make this run.
         has_failed: whether an exception ended it, which the Trainer may still be
             handling. A rank without an exception may then wait in a collective call
             that this rank never makes.
     """
 
     is_outermost: bool
-    is_joint: bool = True
     has_failed: bool = False
 
 
@@ -34,9 +32,9 @@ _under_way: list[Run] = []
 
 
 @contextmanager
-def start_run(*, is_joint: bool = True) -> Iterator[Run]:
+def start_run() -> Iterator[Run]:
     """Mark the block as a run."""
-    run = Run(is_outermost=not _under_way, is_joint=is_joint)
+    run = Run(is_outermost=not _under_way)
     _under_way.append(run)
     try:
         yield run

@@ -13,6 +13,7 @@ import dis
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -48,7 +49,6 @@ def supervised(
     harmless: tuple[type[BaseException], ...] = (),
     handler: FrameType | None = None,
     save: Save = lambda exception: None,
-    is_joint: bool = True,
     **kwargs: Any,
 ) -> T:
     """Call ``function``, and report its exception or find the rank that caused it.
@@ -65,7 +65,6 @@ def supervised(
             time, the process exits.
         save: called with the exception; if another rank caused it, before this rank's
             groups are closed.
-        is_joint: false for a job of this rank alone.
 
     Raises:
         RankFailedError: another rank failed, died or left.
@@ -79,17 +78,17 @@ def supervised(
             run.has_failed = True
             explanation = explain(exception, save)
             if run.is_outermost:
-                _limit_exit(handler)
+                _limit_exit(explanation, partial(is_main_thread_in, handler))
             if explanation is exception:
                 raise
             raise explanation from explanation.__cause__
 
 
-def _limit_exit(handler: FrameType | None) -> None:
-    """Limit the time until this process exits or the call of ``handler`` returns."""
+def _limit_exit(exception: BaseException, is_needed: Callable[[], bool] = lambda: True) -> None:
+    """Limit the time until this process exits or ``is_needed`` returns False."""
     session = current_session()
-    if session is not None and session.stops.is_active:
-        session.stops.limit_exit(is_needed=lambda: handler is None or is_main_thread_in(handler))
+    if session is not None and session.stop is not None:
+        session.stop.limit_exit(reason_of(exception).partition("\n")[0], is_needed)
 
 
 def explain(exception: BaseException, save: Save = lambda exception: None) -> BaseException:
@@ -165,7 +164,7 @@ def _print_replaced(exception: BaseException, context: ProcessContext) -> None:
     place = call_site_in((frame.f_code.co_filename, line) for frame, line in reversed(frames))
     line = reason_of(exception).partition("\n")[0]
     print_in_time(
-        f"[rank {context.world.rank}] this exception probably follows from another rank's"
+        f"[rank {context.peers.rank}] this exception probably follows from another rank's"
         f" failure: {line} ({place or 'in library code'})\n"
     )
 
@@ -276,13 +275,13 @@ def _excepthook(
         sys.stderr.flush()
     has_prompt = hasattr(sys, "ps1") or sys.flags.inspect
     if not has_prompt:  # this process exits
-        session.stops.limit_exit()
+        _limit_exit(exception)
 
 
 def print_line(exception: BaseException) -> None:
     """Print this rank's number, and the type and first line of an exception."""
     context = current()
-    who = "" if context is None else f"[rank {context.world.rank}] "
+    who = "" if context is None else f"[rank {context.peers.rank}] "
     line = reason_of(exception).partition("\n")[0]
     sys.stderr.write(f"{who}{line}\n")
     sys.stderr.flush()

@@ -5,18 +5,15 @@ each step of an evaluation, and the end of training. Each rank counts those that
 passed. A rank that receives a signal sends a request to rank 0 over the control
 channel, and rank 0 pauses all ranks: each main thread waits at its next stop point, and
 each channel thread replies with the rank's count. The ranks thus agree on the first
-stop point that none of them has passed.
+stop point that none of them has passed, and stop there.
 
 Only the channel threads reply, so ranks that are in a collective at that time always
 complete it. Until a signal arrives, a stop point costs an addition and a comparison.
-
-A rank with a request for its current job waits for the target at its next stop point.
-Once it has the target, it stops there. It forgets both when it stops, and after its
-last stop point.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -29,7 +26,8 @@ from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.channel import Message
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current, join
 from lightning_ddp_ext.rendezvous.request import Request
-from lightning_ddp_ext.supervision.signals import status_of
+from lightning_ddp_ext.rendezvous.runs import current_run
+from lightning_ddp_ext.supervision.signals import StopSignals, status_of
 from lightning_ddp_ext.supervision.stacks import call_site_of, main_frame
 from lightning_ddp_ext.supervision.status_table import StatusTable
 from lightning_ddp_ext.threads import start_thread
@@ -44,15 +42,11 @@ _SECONDS_AFTER_SAVES = 3.0  # from a finished save to the exit, after the deadli
 
 @dataclass(frozen=True)
 class StopRequest:
-    """A request to stop, from the rank that received the signal.
-
-    ``job`` is the ordinal of the ranks' current job.
-    """
+    """A request to stop, from the rank that received the signal."""
 
     signum: int
     rank: int
     host: str
-    job: int
 
     def __str__(self) -> str:
         return f"{Signals(self.signum).name} to rank {self.rank} (host {self.host})"
@@ -98,73 +92,49 @@ def next_common(positions: Sequence[StopPoint]) -> StopPoint:
 
 
 class GracefulStop:
-    """This rank's part in stopping together, for all Trainers that use the connections.
+    """This rank's part in stopping together in one run, the Trainer's call.
+
+    The topic of its messages has the number of the run. Those of ranks that have
+    started it earlier are thus kept until this rank does, and later ones are dropped.
 
     Args:
-        context: the connections to the other ranks.
-        raise_if_a_rank_is_silent: raises if a rank does not push its status.
+        session: this rank's session, in which all ranks begin a run with stop points.
+        deadline: the time from the first signal or an exception until ranks that are
+            still running must exit.
+        acknowledge: called on rank 0 with the first request, in a thread.
 
     Attributes:
-        is_active: whether a Trainer of this process handles requests.
+        signals: this process's signal handlers, which the caller installs.
     """
 
     def __init__(
-        self, context: ProcessContext, raise_if_a_rank_is_silent: Callable[[], None]
+        self,
+        session: Session,
+        deadline: timedelta,
+        acknowledge: Callable[[StopRequest], object],
     ) -> None:
-        self._raise_if_a_rank_is_silent = raise_if_a_rank_is_silent
-        self._context = context
-        self._peers = context.peers
+        if session.stop is not None:
+            session.stop.end()  # a run whose ``on_exception`` raised has skipped teardown
+        session.stop = self
+        session.runs += 1
+        self.signals = StopSignals(self._request_stop, _run_has_ended)
+        self._session = session
+        self._peers = session.context.peers
+        self._seconds = deadline.total_seconds()
+        self._acknowledge = acknowledge
         self._position = StopPoint(0)
-        self._job = 0
-        self.is_active = False
-        self._request: StopRequest | None = None  # of this job, or of the next one
+        self._request: StopRequest | None = None  # until the ranks stop
         self._target: StopPoint | None = None  # once the ranks have agreed
         self._positions: dict[int, StopPoint] = {}  # on rank 0, of the ranks that have paused
-        self._seconds = 0.0  # from the first signal to the deadline
-        self._acknowledge: Callable[[StopRequest], object] = lambda request: None
         self._forced_exit = ForcedExit("ddpx-stop-deadline")
-        context.peers.channel.on_message("stop", self._handle_request)
-        context.peers.channel.on_message("pause", self._pause)
-        context.peers.channel.on_message("position", self._record_position)
-        context.peers.channel.on_message("target", self._set_target)
-
-    def request_stop(self, signum: int) -> None:
-        """Have all ranks stop; for any thread, but not for a signal handler.
-
-        Further requests have no effect, nor have those after a failure.
-        """
-        if self._peers.cause is not None:
-            return
-        request = StopRequest(signum, self._peers.rank, self._peers.mine.host, self._job)
-        self._limit_stop(request)
-        self._peers.tell([0], "stop", {"request": asdict(request)})
-
-    def start(self, deadline: timedelta, acknowledge: Callable[[StopRequest], object]) -> None:
-        """Handle requests from now on: the ranks have begun a job with stop points.
-
-        Args:
-            deadline: the time from the first signal or an exception until ranks that
-                are still running must exit.
-            acknowledge: called on rank 0 with the first request, in a thread.
-        """
-        self._forced_exit.cancel()  # a run whose ``on_exception`` raised has skipped teardown
-        with self._peers.arrived:
-            self._job += 1
-            self._position = StopPoint(self._job << 32)  # counts may differ after an exception
-            self.is_active = True
-            self._seconds = deadline.total_seconds()
-            self._acknowledge = acknowledge
-            if self._request is not None:  # a rank that started before this one sent it
-                self._limit_stop(self._request)
-                self._start_agreement(self._request)
+        self._topic = f"stop {session.runs}"
+        self._peers.channel.on_message(self._topic, self._handle_message)
 
     def end(self) -> None:
-        """Ignore requests from now on, after a stop or the last stop point."""
-        with self._peers.arrived:
-            self.is_active = False
-            self._acknowledge = lambda request: None  # this object outlives the Trainer
-            if self._request is not None and self._has_finished(self._request.job):
-                self._reset()
+        """Restore the signal handlers, and ignore requests from now on."""
+        self.signals.restore()
+        self._take_request()
+        self._acknowledge = lambda request: None  # this object outlives the Trainer
         self._forced_exit.cancel()
 
     # Stop points, in the main thread.
@@ -213,10 +183,11 @@ class GracefulStop:
         the barrier opens. A rank that is still in slow callbacks may be late, as long
         as it replies.
         """
-        self._context.barriers.enter(
+        self._request_received_stop()
+        self._session.context.barriers.enter(
             "the final barrier of the Trainer's run",
             remedy=_END_TOGETHER,
-            if_late=self._raise_if_a_rank_is_silent,
+            if_late=self._session.statuses.raise_if_a_rank_is_silent,
         )
         return self.at_point()
 
@@ -226,7 +197,8 @@ class GracefulStop:
         Raises:
             RankFailedError: a rank died or failed meanwhile; it may be a subclass.
         """
-        if self._request is None or self._request.job != self._job:
+        self._request_received_stop()
+        if self._request is None:
             return False
         with self._peers.arrived:
             self._peers.wait_for(lambda: self._target is not None)
@@ -234,98 +206,86 @@ class GracefulStop:
             return self._target is not None and self._position >= self._target
 
     def _take_request(self) -> StopRequest | None:
-        """Return the request, and forget it."""
+        """Return the request, and handle no other one in this run."""
         with self._peers.arrived:
             request = self._request
-            self.is_active = False
-            self._reset()
+            self._request = None
+            self._peers.channel.forget(self._topic)
             return request
 
-    def _reset(self) -> None:
-        self._request = None
-        self._target = None
+    # Requests, in other threads.
 
-    # The agreement, in other threads.
+    def _request_stop(self, signum: int) -> None:
+        """Have all ranks stop; for any thread, but not for a signal handler.
 
-    def _has_finished(self, job: int) -> bool:
-        """Whether this rank has finished that job.
-
-        A late message must not stop the next one.
+        Further requests have no effect, nor have those after a failure.
         """
-        return job < self._job or (job == self._job and not self.is_active)
-
-    def _handle_request(self, body: Message) -> None:
-        """Handle a request on rank 0.
-
-        After the first one, all ranks pause as soon as rank 0 has started that job.
-        """
-        request = StopRequest(**body["request"])
-        if self._request is None and not self._has_finished(request.job):
-            self._request = request
-            if request.job == self._job:
-                self._start_agreement(request)
-
-    def _start_agreement(self, request: StopRequest) -> None:
-        """On rank 0, pause all ranks before another barrier opens."""
-        if self._peers.rank == 0:
-            self._positions.clear()
-            self._peers.tell(self._peers.everyone, "pause", {"request": asdict(request)})
-            start_thread("ddpx-stop", self._acknowledge, request)
-
-    def _pause(self, body: Message) -> None:
-        request = StopRequest(**body["request"])
-        if not self._has_finished(request.job):
-            self._request = request
+        if self._peers.cause is None and current_run() is not None:
+            request = StopRequest(signum, self._peers.rank, self._peers.mine.host)
             self._limit_stop(request)
-        # Read after the request is set; the main thread uses the opposite order.
-        self._peers.tell([0], "position", {"position": self._position, "job": request.job})
+            self._peers.tell([0], self._topic, {"request": asdict(request)})
 
-    def _record_position(self, body: Message) -> None:
-        """On rank 0, let all ranks stop at their next common point once all have paused."""
-        if self._request is None or body["job"] != self._request.job:
-            return
-        self._positions[body["from"]] = StopPoint(*body["position"])
-        if len(self._positions) == len(self._peers.everyone):
-            target = next_common(list(self._positions.values()))
-            self._peers.tell(self._peers.everyone, "target", {"target": target, "job": body["job"]})
+    def _request_received_stop(self) -> None:
+        """Request a stop for a received signal, in case no other thread was woken."""
+        if self.signals.received is not None:
+            self._request_stop(self.signals.received)
 
-    def _set_target(self, body: Message) -> None:
-        if not self._has_finished(body["job"]):
+    def _handle_message(self, body: Message) -> None:
+        if "target" in body:
             self._target = StopPoint(*body["target"])
+        elif "position" in body:
+            self._positions[body["from"]] = StopPoint(*body["position"])
+            if len(self._positions) == len(self._peers.everyone):
+                target = next_common(list(self._positions.values()))
+                self._peers.tell(self._peers.everyone, self._topic, {"target": target})
+        elif self._request is None:
+            self._pause(StopRequest(**body["request"]))
+
+    def _pause(self, request: StopRequest) -> None:
+        """Wait at the next stop point, and send rank 0 this rank's position.
+
+        On rank 0, first pause the other ranks.
+        """
+        if self._peers.rank == 0:
+            self._peers.channel.send(self._topic, {"request": asdict(request)})
+            start_thread("ddpx-stop", self._acknowledge, request)
+        self._request = request
+        self._limit_stop(request)
+        # Read after the request is set; the main thread uses the opposite order.
+        self._peers.tell([0], self._topic, {"position": self._position})
 
     # The deadline.
 
-    def limit_exit(self, *, is_needed: Callable[[], bool] = lambda: True) -> None:
+    def limit_exit(self, reason: str, is_needed: Callable[[], bool]) -> None:
         """Limit the time until this rank exits after an exception.
 
         It exits even if hooks or teardown block. :meth:`end` lifts the limit.
 
         Args:
+            reason: the exception.
             is_needed: called when the time is up; if it returns False, the process
                 continues.
         """
-        if self._seconds:  # otherwise no Trainer has run
-            finding = "the process raised an exception and has not exited"
-            self._forced_exit.start(
-                self._seconds,
-                1,
-                partial(self._explain_exit, finding),
-                is_needed=is_needed,
-                seconds_after_saves=_SECONDS_AFTER_SAVES,
-            )
+        finding = f"{reason}; the process raised an exception and has not exited"
+        self._forced_exit.start(
+            self._seconds,
+            1,
+            partial(self._explain_exit, finding),
+            is_needed=is_needed,
+            seconds_after_saves=_SECONDS_AFTER_SAVES,
+        )
 
     def _limit_stop(self, request: StopRequest) -> None:
-        if self.is_active:
-            finding = f"{request}: the ranks have not stopped"
-            self._forced_exit.start(
-                self._seconds, status_of(request.signum), partial(self._explain_exit, finding)
-            )
+        finding = f"{request}: the ranks have not stopped"
+        self._forced_exit.start(
+            self._seconds, status_of(request.signum), partial(self._explain_exit, finding)
+        )
 
     def _explain_exit(self, finding: str) -> str:
         rank = self._peers.rank
         is_pausing = rank == 0 and self._request is not None and self._target is None
         silent = [
-            info for info in self._context.table if is_pausing and info.rank not in self._positions
+            info for info in self._peers.table if is_pausing and info.rank not in self._positions
         ]
         silence = f", and {listed(silent)} did not answer" if silent else ""
         return (
@@ -333,6 +293,14 @@ class GracefulStop:
             f" rank {rank} exits at {call_site_of(main_frame())}; earlier checkpoints are"
             " intact. Pass a longer save_deadline if the ranks only need more time"
         )
+
+
+def _run_has_ended() -> bool:
+    """Whether no run is under way, and no exception of one is being handled.
+
+    Handlers that are then still installed belong to a run without a teardown.
+    """
+    return current_run() is None and sys.exc_info()[1] is None
 
 
 class Session:
@@ -344,13 +312,15 @@ class Session:
     Attributes:
         context: the connections and process groups.
         statuses: finds the rank that others wait for.
-        stops: stops all ranks together after a signal.
+        runs: the number of runs with stop points that this rank has started.
+        stop: stops all ranks together after a signal in the last of these runs.
     """
 
     def __init__(self, context: ProcessContext) -> None:
         self.context = context
         self.statuses = StatusTable(context)
-        self.stops = GracefulStop(context, self.statuses.raise_if_a_rank_is_silent)
+        self.runs = 0
+        self.stop: GracefulStop | None = None
 
 
 def start_session(request: Request) -> Session | None:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any
 
+from lightning_ddp_ext.threads import start_thread
+
 # The objects whose handlers are installed; a forked child drops them.
 _installed: weakref.WeakSet[StopSignals] = weakref.WeakSet()
 
@@ -45,33 +47,49 @@ class StopSignals:
         self._on_signal = on_signal
         self._run_has_ended = run_has_ended
         self._earlier_handlers: dict[int, Any] = {}
+        self._earlier_descriptor = -1  # that to which Python's C handler wrote before
         self._is_interrupted = False
-        self._listener: _Listener | None = None  # while the handlers are installed
+        self._writer: socket.socket | None = None  # while the handlers are installed
 
     def install(self, *signals: signal.Signals) -> None:
-        """Install handlers for these signals, except for ignored ones.
+        """Install handlers for these signals, except for ignored ones; called once.
 
         Do nothing outside of the main thread.
         """
-        self.received = None
-        self.has_passed_on = False
-        self._is_interrupted = False
         if threading.current_thread() is not threading.main_thread():
             return
         handled = {each for each in signals if signal.getsignal(each) is not signal.SIG_IGN}
-        self._listener = _Listener(handled, self._on_signal)
+        reader, self._writer = socket.socketpair()
+        reader.setblocking(True)  # regardless of socket.setdefaulttimeout
+        self._writer.setblocking(False)
+        self._thread = start_thread("ddpx-signals", self._listen, reader, handled)
+        self._earlier_descriptor = signal.set_wakeup_fd(
+            self._writer.fileno(), warn_on_full_buffer=False
+        )
         for signum in handled:
             self._earlier_handlers[signum] = signal.signal(signum, self._handle)
         _installed.add(self)
 
+    def _listen(self, reader: socket.socket, handled: Collection[int]) -> None:
+        with reader:
+            while numbers := reader.recv(64):
+                for signum in set(handled).intersection(numbers):
+                    self._on_signal(signum)
+
     def restore(self) -> None:
-        """Reinstate the earlier handlers, except where ours has been replaced since."""
-        listener = self._listener
-        if listener is not None:
+        """Reinstate the earlier handlers, except where ours has been replaced since.
+
+        End the second thread, after it has handled what has arrived.
+        """
+        writer = self._writer
+        if writer is not None:
             self._reinstate()
-            listener.stop()
+            with writer:
+                writer.shutdown(socket.SHUT_RDWR)  # also works if a forked child has a copy
+            self._thread.join()
 
     def _reinstate(self) -> None:
+        self._writer = None
         _installed.discard(self)
         while self._earlier_handlers:
             signum, earlier = self._earlier_handlers.popitem()
@@ -80,9 +98,7 @@ class StopSignals:
             is_unchanged = signal.getsignal(signum) in (self._handle, signal.SIG_IGN)
             if is_unchanged and earlier is not None:
                 signal.signal(signum, earlier)
-        assert self._listener is not None
-        signal.set_wakeup_fd(self._listener.earlier_descriptor)
-        self._listener = None
+        signal.set_wakeup_fd(self._earlier_descriptor)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         earlier = self._earlier_handlers.get(signum)
@@ -100,47 +116,6 @@ class StopSignals:
         if callable(earlier) and earlier is not signal.default_int_handler:
             self.has_passed_on = True
             earlier(signum, frame)
-
-
-class _Listener:
-    """A thread that calls ``on_signal`` with the number of each signal that arrives.
-
-    Must be made in the main thread.
-
-    Args:
-        signals: the signals that count.
-        on_signal: called in the thread.
-
-    Attributes:
-        earlier_descriptor: the one to which Python's C handler wrote before.
-    """
-
-    def __init__(self, signals: Collection[int], on_signal: Callable[[int], None]) -> None:
-        self._signals = frozenset(signals)
-        self._on_signal = on_signal
-        reader, self._writer = socket.socketpair()
-        reader.setblocking(True)  # regardless of socket.setdefaulttimeout
-        self._writer.setblocking(False)
-        # Python's C handler writes to this descriptor from now on.
-        self.earlier_descriptor = signal.set_wakeup_fd(
-            self._writer.fileno(), warn_on_full_buffer=False
-        )
-        self._thread = threading.Thread(
-            target=self._listen, args=[reader], name="ddpx-signals", daemon=True
-        )
-        self._thread.start()
-
-    def _listen(self, reader: socket.socket) -> None:
-        with reader:
-            while numbers := reader.recv(64):
-                for signum in self._signals.intersection(numbers):
-                    self._on_signal(signum)
-
-    def stop(self) -> None:
-        """End the thread, after it has handled what has arrived."""
-        self._writer.shutdown(socket.SHUT_RDWR)  # also works if a forked child has a copy
-        self._writer.close()
-        self._thread.join()
 
 
 def _drop_in_child() -> None:

@@ -90,8 +90,11 @@ def _is_library(file: str) -> bool:
 # The main thread, as seen from another one.
 
 
-def is_main_thread_in(call: FrameType) -> bool:
-    """Whether the main thread is still in a call, whose frame is ``call``."""
+def is_main_thread_in(call: FrameType | None) -> bool:
+    """Whether the main thread is still in a call, whose frame is ``call``.
+
+    True for ``None``.
+    """
     frame = main_frame()
     while frame is not None and frame is not call:
         frame = frame.f_back

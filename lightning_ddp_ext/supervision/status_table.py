@@ -79,13 +79,13 @@ class StatusTable:
         self._is_watched = False  # from the first request of rank 0 until its answer
         self._is_due = False  # ends the pause of the thread
         # On rank 0, by rank.
-        self._last = {info.rank: Status(info) for info in context.table}
+        self._last = {info.rank: Status(info) for info in self._peers.table}
         self._received_at: dict[int, float] = {}
         self._asked_at: dict[int, float] = {}
         self._peers.channel.on_message("status", self._record_status)
         self._peers.channel.on_message("look", self._start_to_push)
         self._peers.channel.on_message("answers", self._record_answers)
-        if len(context.table) > 1:
+        if len(self._peers.table) > 1:
             start_thread("ddpx-status", self._run)
 
     # For the main thread; these calls take several seconds.
@@ -160,7 +160,7 @@ class StatusTable:
 
     @property
     def _is_needed(self) -> bool:
-        return self._peers.cause is None and not self._context.has_closed
+        return self._peers.cause is None and not self._peers.channel.is_closing
 
     def _open_calls(self) -> list[str]:
         """Return a key of each call in which this rank waits, or in which its device does.

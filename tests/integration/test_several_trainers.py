@@ -196,7 +196,7 @@ TESTS_ALONE = """
         sys.stdout.write(f"{trainer.num_test_batches} tested by {os.environ['WORLD_SIZE']}\\n")
 
 
-    for method in (f"file://{sys.argv[1]}", None):  # the next fit uses the same connections
+    for method in (f"file://{sys.argv[1]}", None):  # the next fit connects there again
         strategy = lightning_ddp_ext.DDPExtStrategy(method, init_timeout=30)
         model, trainer = Net(), make_trainer(strategy, max_steps=2)
         trainer.fit(model)

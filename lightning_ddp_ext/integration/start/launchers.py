@@ -98,7 +98,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 function,
                 *args,
                 harmless=_HARMLESS,
-                is_joint=self._is_joint,
                 handler=sys._getframe(1),  # the Trainer's calling frame, which runs later hooks
                 save=self._parts.last_step.save,
                 **kwargs,

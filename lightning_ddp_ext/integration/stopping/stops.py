@@ -13,11 +13,10 @@ from __future__ import annotations
 import math
 import os
 import signal
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from lightning_ddp_ext.rendezvous.runs import Run, current_run
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest, current_session
@@ -58,18 +57,6 @@ class StoppedException(pl.utilities.exceptions.SIGTERMException):
         SystemExit.__init__(self, status_of(signum))
 
 
-class _Handling(NamedTuple):
-    """What handles the signals of a run.
-
-    Attributes:
-        signals: this process's signal handlers.
-        graceful_stop: finds the point at which all ranks stop.
-    """
-
-    signals: StopSignals
-    graceful_stop: GracefulStop
-
-
 class StopController:
     """Stops a strategy's Trainer on all ranks after a signal to any rank.
 
@@ -105,11 +92,11 @@ class StopController:
         # Of the current run, or of the last one.
         self._trainer: Any = None
         self._run = Run(is_outermost=False)
-        self._handling: _Handling | None = None  # while this run handles signals
+        self._stop: GracefulStop | None = None  # while this run handles signals
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what spawned ranks need, without the state of this process."""
-        return {**vars(self), "_trainer": None, "_handling": None}
+        return {**vars(self), "_trainer": None, "_stop": None}
 
     # The Trainer's run.
 
@@ -133,16 +120,9 @@ class StopController:
             return
         replaced.leave_signals_to_us(trainer)
         if run.is_outermost:
-            self._handle_signals(session.stops)
-
-    def _handle_signals(self, graceful_stop: GracefulStop) -> None:
-        # The second argument is for handlers that outlive the run, without a teardown.
-        signals = StopSignals(
-            self._request_stop, lambda: current_run() is None and sys.exc_info()[1] is None
-        )
-        self._handling = _Handling(signals, graceful_stop)
-        graceful_stop.start(self.deadline, self._acknowledge)
-        signals.install(signal.SIGTERM, signal.SIGINT, *self._time_limit_signals())
+            self._stop = GracefulStop(session, self.deadline, self._acknowledge)
+            handled = [signal.SIGTERM, signal.SIGINT, *self._time_limit_signals()]
+            self._stop.signals.install(*handled)
 
     def detach(self) -> None:
         """Restore the signal handlers after the Trainer's run."""
@@ -150,13 +130,12 @@ class StopController:
             return
         has_failed = self._run.has_failed
         self._run.has_failed = False  # the Trainer has handled the exception
-        if self._handling is not None:
-            signals, graceful_stop = self._handling
-            signals.restore()
-            graceful_stop.end()
-            self._handling = None
+        stop = self._stop
+        self._stop = None
+        if stop is not None:
+            stop.end()
             if not has_failed:
-                self._pass_on_late_signal(signals)
+                self._pass_on_late_signal(stop.signals)
 
     def _pass_on_late_signal(self, signals: StopSignals) -> None:
         """Pass a signal that arrived after the last stop point to the earlier handler.
@@ -167,10 +146,6 @@ class StopController:
         is_stopped = self._trainer.state.status == TrainerStatus.INTERRUPTED
         if signals.received is not None and not signals.has_passed_on and not is_stopped:
             os.kill(os.getpid(), signals.received)
-
-    def _request_stop(self, signum: int) -> None:
-        if self._handling is not None and current_run() is not None:
-            self._handling.graceful_stop.request_stop(signum)
 
     def _acknowledge(self, request: StopRequest) -> None:
         """Log the signal immediately.
@@ -212,14 +187,8 @@ class StopController:
             decide: returns the request if they have.
             where: the point, as the checkpoint records it.
         """
-        if self._handling is None:
-            return
-        signals, graceful_stop = self._handling
-        if signals.received is not None:
-            self._request_stop(signals.received)  # in case the listening thread was not woken
-        request = decide(graceful_stop)
+        request = None if self._stop is None else decide(self._stop)
         if request is not None:
-            signals.received = None
             self.stopped = where
             self._save_and_stop(request)
 
