@@ -34,6 +34,7 @@ from ..private.lightning_tree import TrainerStatus, fabric, pl, rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
 from ..strategy_ranks import may_have_partial_sums, ranks_of
 from .checkpoint_io import RankZeroCheckpointIO
+from .kept_weights import may_be_kept
 
 AsyncCheckpointIO = pl.plugins.AsyncCheckpointIO
 
@@ -319,7 +320,11 @@ class Checkpoints:
             passed = {name: value for name, value in arguments.items() if value is not None}
             return type(io).load_checkpoint(io, path, **passed)  # the method may be replaced
         with self._naming_absent_rank(f"reading {os.fspath(path)}"):
-            content = io.read(path, self._ranks, map_location, weights_only, map_weights=True)
+            # Weights that are only copied into the model need not be read into memory.
+            only_copied = not may_be_kept(self._strategy.lightning_module, self._trainer)
+            content = io.read(
+                path, self._ranks, map_location, weights_only, map_weights=only_copied
+            )
         if not isinstance(content, dict) or "state_dict" not in content:
             raise CheckpointError(
                 f"checkpoint {path} was not saved by a Trainer: it has no entry 'state_dict'; to"
