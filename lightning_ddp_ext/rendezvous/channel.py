@@ -26,12 +26,8 @@ from typing import Any, cast
 
 from typing_extensions import override
 
-# The longest line, in bytes; a peer that sends a longer one is disconnected.
-MAX_MESSAGE = 1 << 20
-
 # Values of ``Connection.close_reason``. Messages show them after the name of a rank.
 CLOSED = "its process ended unexpectedly"
-NOT_READING = "it stopped reading messages"
 MALFORMED = "it sent a malformed message"
 
 # The topic of the message that the channel itself delivers when a connection closes.
@@ -49,7 +45,6 @@ _logger = logging.getLogger(__name__)
 _PAUSE_AFTER_ERROR = 0.1  # seconds until rank 0 tries to accept again
 _FLUSH_SECONDS = 1.0  # the longest wait for messages to be sent, or for peers to close
 _LEAVING = "leaving"
-_MAX_UNSENT = 8 << 20  # bytes that may wait for a peer to read
 _CHUNK = 1 << 16  # bytes of one read
 
 
@@ -70,10 +65,10 @@ class Channel:
     def __init__(self, heartbeat: float) -> None:
         self.ended: dict[int, str] = {}
         self.arrived = threading.Condition(threading.RLock())
-        self._heartbeat = heartbeat
+        self.heartbeat = heartbeat
         self._of_rank: dict[int, Connection] = {}
         self._connections: set[Connection] = set()  # also those without a rank
-        self._accepting: Future[None] | None = None
+        self._accepting: Future[None] = Future()
         self._admit: Admit = lambda connection, topic, body: None
         self._handlers: dict[str, Handler] = {}  # by topic
         self._unclaimed: dict[str, list[Message]] = {}  # of topics without a handler
@@ -84,7 +79,7 @@ class Channel:
     # Connecting.
 
     def connect(self, rank: int, connected: socket.socket) -> None:
-        """Serve a connection to a rank, and close an earlier one to the same rank."""
+        """Serve a connection to a rank."""
         self._start()
         asyncio.run_coroutine_threadsafe(self._open(connected, rank), self._loop).result()
 
@@ -100,8 +95,7 @@ class Channel:
 
     def stop_accepting(self) -> None:
         """Close the listener; the kernel then refuses further connections."""
-        if self._accepting is not None:
-            self._accepting.cancel()
+        self._accepting.cancel()
 
     # Callable from any thread.
 
@@ -109,21 +103,12 @@ class Channel:
         """Send a message to rank 0; on rank 0, to ``ranks``, by default all others.
 
         All ranks receive messages in the same order. Never waits, and does not raise if
-        a connection is lost. A message that is too long is logged instead.
+        a connection is lost.
 
         Raises:
             TypeError: ``body`` is not JSON.
         """
-        line = encode(topic, body)
-        if len(line) > MAX_MESSAGE:  # the receiver would close the connection
-            _logger.error(
-                "a message on %r was not sent: it has %d bytes (limit: %d)",
-                topic,
-                len(line),
-                MAX_MESSAGE,
-            )
-            return
-        self.call(self._write, line, ranks)
+        self.call(self._write, encode(topic, body), ranks)
 
     def call(self, action: Callable[..., object], *args: Any) -> None:
         """Have the serving thread call ``action``, after it has sent earlier messages.
@@ -198,8 +183,7 @@ class Channel:
             self._loop.close()
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
-        if not self.is_current_thread:
-            self._thread.join(timeout=2 * _FLUSH_SECONDS)
+        self._thread.join(timeout=2 * _FLUSH_SECONDS)
         self._handlers.clear()
 
     def close_inherited_sockets(self) -> None:
@@ -215,15 +199,9 @@ class Channel:
     # On the serving thread.
 
     def adopt(self, rank: int, connection: Connection) -> None:
-        """Assign a connection to a rank, and close an earlier one."""
+        """Assign a connection to a rank."""
         connection.rank = rank
-        with self.arrived:
-            self.ended.pop(rank, None)
-            self._unclaimed.pop(ENDED, None)
-            earlier = self._of_rank.get(rank)
-            self._of_rank[rank] = connection
-        if earlier is not None:
-            earlier.close(CLOSED)
+        self._of_rank[rank] = connection
 
     def _start(self) -> None:
         if self._thread is None:
@@ -262,8 +240,7 @@ class Channel:
                     connected, _ = await self._loop.sock_accept(listener)
                     await self._open(connected)
                 except OSError as error:
-                    has_no_descriptors = error.errno in (errno.EMFILE, errno.ENFILE)
-                    if has_no_descriptors and not has_warned:
+                    if error.errno in (errno.EMFILE, errno.ENFILE) and not has_warned:
                         _logger.warning(
                             "rank 0 has no file descriptors left for more ranks; raise the limit"
                             " (ulimit -n)"
@@ -272,7 +249,7 @@ class Channel:
                     await asyncio.sleep(_PAUSE_AFTER_ERROR)
 
     async def _open(self, connected: socket.socket, rank: int | None = None) -> None:
-        connection = Connection(connected, self._heartbeat, self._handle_message, self._handle_lost)
+        connection = Connection(connected, self)
         self._connections.add(connection)
         await self._loop.create_connection(lambda: connection, sock=connected)
         if rank is not None:  # before the event loop reads a message
@@ -283,7 +260,8 @@ class Channel:
             if ranks is None or rank in ranks:
                 connection.send(line)
 
-    def _handle_message(self, connection: Connection, topic: str, body: Message) -> None:
+    def handle_message(self, connection: Connection, topic: str, body: Message) -> None:
+        """Handle a message of a connection."""
         if self.is_closing:
             return
         with self.arrived:
@@ -295,16 +273,16 @@ class Channel:
                 self.deliver(topic, {**body, "from": connection.rank})
             self.arrived.notify_all()
 
-    def _handle_lost(self, connection: Connection) -> None:
+    def handle_lost(self, connection: Connection) -> None:
+        """Handle the end of a connection."""
         self._connections.discard(connection)
         rank = connection.rank
-        if rank is None or self._of_rank.get(rank) is not connection:
-            return
-        with self.arrived:
+        if rank is not None:
             del self._of_rank[rank]
-            self.ended[rank] = reason = "" if connection.has_left else connection.close_reason
-        if not self.is_closing:
-            self.deliver(ENDED, {"from": rank, "reason": reason})
+            reason = "" if connection.has_left else connection.close_reason
+            self.ended[rank] = reason
+            if not self.is_closing:
+                self.deliver(ENDED, {"from": rank, "reason": reason})
 
 
 class Connection(asyncio.Protocol):
@@ -312,47 +290,31 @@ class Connection(asyncio.Protocol):
 
     Args:
         connected: the socket, which the connection closes.
-        heartbeat: the silence in seconds after which the kernel closes it.
-        on_message: called with the topic and body of each message.
-        on_lost: called once, after the connection was closed.
+        channel: handles its messages, and its end.
 
     Attributes:
         socket: the connected socket.
         rank: the peer's rank; ``None`` until it is known.
         has_left: whether the peer has announced an orderly exit.
         close_reason: why the connection was closed; empty while it is open.
-        lost: done after ``on_lost`` was called.
+        lost: done after the channel has handled the end.
     """
 
-    def __init__(
-        self,
-        connected: socket.socket,
-        heartbeat: float,
-        on_message: Callable[[Connection, str, Message], None],
-        on_lost: Callable[[Connection], None],
-    ) -> None:
+    def __init__(self, connected: socket.socket, channel: Channel) -> None:
         connected.setblocking(False)
-        _keep_alive(connected, heartbeat)
+        _keep_alive(connected, channel.heartbeat)
         self.socket = connected
         self.rank: int | None = None
         self.has_left = False
         self.close_reason = ""
         self.lost = asyncio.get_running_loop().create_future()
-        self._silence_reason = f"no sign of life from its host for {heartbeat:g} s"
-        self._on_message = on_message
-        self._on_lost = on_lost
+        self._channel = channel
         self._unread = b""
 
     def send(self, line: bytes) -> None:
-        """Send an encoded message, or close the connection if the peer does not read.
-
-        Never waits or raises.
-        """
-        if self._transport.is_closing():
-            return
-        self._transport.write(line)
-        if self._transport.get_write_buffer_size() > _MAX_UNSENT:
-            self.close(NOT_READING)
+        """Send an encoded message; never waits or raises."""
+        if not self._transport.is_closing():
+            self._transport.write(line)
 
     def close_in_order(self) -> asyncio.Future[None]:
         """Send unsent messages, and return ``lost``.
@@ -378,13 +340,11 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
-            message = _decode(line) if len(line) <= MAX_MESSAGE else None
+            message = _decode(line)
             if message is None:
                 self.close(MALFORMED)
                 return
-            self._on_message(self, *message)
-        if len(self._unread) > MAX_MESSAGE:
-            self.close(MALFORMED)
+            self._channel.handle_message(self, *message)
 
     @override
     def eof_received(self) -> None:
@@ -397,8 +357,9 @@ class Connection(asyncio.Protocol):
             # message sets the reason.
             self._receive_rest()
             is_closed = exc is None or isinstance(exc, ConnectionError)
-            self.close_reason = self.close_reason or (CLOSED if is_closed else self._silence_reason)
-        self._on_lost(self)
+            silence = f"no sign of life from its host for {self._channel.heartbeat:g} s"
+            self.close_reason = self.close_reason or (CLOSED if is_closed else silence)
+        self._channel.handle_lost(self)
         self.lost.set_result(None)
 
     def _receive_rest(self) -> None:

@@ -83,11 +83,11 @@ class Deadline:
 
         start_thread("ddpx-bounded", call)
         limit = Deadline(self.remaining + _EXCEEDS_BY)
-        while not outcome.done() and not limit.expired:
+        while not limit.expired:
             wait([outcome], min(_CHECK_EVERY, limit.remaining))
+            if outcome.done():
+                return outcome.result()
             check()
-        if not outcome.done():
-            raise TimeoutError(
-                f"still running {_EXCEEDS_BY:g} s after a deadline of {self.seconds:g} s"
-            )
-        return outcome.result()
+        raise TimeoutError(
+            f"still running {_EXCEEDS_BY:g} s after a deadline of {self.seconds:g} s"
+        )

@@ -10,7 +10,6 @@ topic        from a rank to rank 0               from rank 0 to ranks
 ..                                               ``route``: rank 0's address for ranks on
 ..                                               other networks, empty without any
 ..           ``overdue``: its ``init_timeout``
-..           ``gave_up``: this rank's error
 ===========  ==================================  =======================================
 
 A rank sends its hello until rank 0 has accepted it, opens the store, and waits for the
@@ -24,14 +23,13 @@ import errno
 import os
 import socket
 import struct
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field
 
 from torch.distributed import HashStore, Store, TCPStore
 
 from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rank_lists import listed, ranks_in_words
-from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.channel import (
     CLOSED,
     MALFORMED,
@@ -92,15 +90,15 @@ def connect(request: Request, deadline: Deadline) -> Connections:
         RankDiedError: rank 0 died after all ranks had connected.
     """
     world = request.world
-    channel = Channel(request.timeouts.heartbeat)
     info = RankInfo(world.rank, world_size=world.world_size, run=request.run)
     if world.world_size == 1:
-        return Connections(channel, (info,), HashStore())
-    part = RankZero if world.is_rank_zero else OtherRank
+        return Connections(Channel(request.timeouts.heartbeat), (info,), HashStore())
+    kind = RankZero if world.is_rank_zero else OtherRank
+    part = kind(request, request.make_endpoint(deadline), info, deadline)
     try:
-        return part(request, request.make_endpoint(deadline), info, channel, deadline).connect()
+        return part.connect()
     except BaseException:
-        channel.close(in_order=False)
+        part.channel.close(in_order=False)
         raise
 
 
@@ -112,8 +110,8 @@ class Handshake:
         request: the Trainer's request.
         endpoint: the way to find rank 0.
         info: this rank.
-        channel: an unused channel.
         deadline: the end of ``init_timeout``.
+        channel: the channel of the last attempt.
         replies: what rank 0 has replied, as in the table of the module.
         route: as in :class:`Connections`.
     """
@@ -121,10 +119,13 @@ class Handshake:
     request: Request
     endpoint: Endpoint
     info: RankInfo
-    channel: Channel
     deadline: Deadline
+    channel: Channel = field(init=False)
     replies: Message = field(default_factory=dict)
     route: str = ""
+
+    def __post_init__(self) -> None:
+        self.channel = Channel(self.request.timeouts.heartbeat)
 
     def table(self) -> tuple[RankInfo, ...]:
         """Return all ranks, in order, from the welcome."""
@@ -135,14 +136,6 @@ class Handshake:
         if "refused" in self.replies:
             sentence, *missing = self.replies["refused"]
             raise RendezvousError(sentence, missing=tuple(missing))
-
-    def gave_up_error(self, error: BaseException) -> RendezvousError:
-        """Return the error for the other ranks if ``error`` ends this rank's part."""
-        if isinstance(error, RendezvousError):
-            return error
-        return RendezvousError(
-            f"{self.info} gave up before all ranks had connected: {reason_of(error)}"
-        )
 
 
 @dataclass
@@ -156,27 +149,13 @@ class OtherRank(Handshake):
 
     def connect(self) -> Connections:
         """Connect to rank 0, and wait until all ranks are connected."""
-        try:
-            self._find_rank_zero()
-            with OpenedSockets() as store_sockets:
-                store = self._open_store()
-            table = self._await_welcome()
-        except BaseException as error:
-            self._report_end(error)
-            raise
+        self._find_rank_zero()
+        with OpenedSockets() as store_sockets:
+            store = self._open_store()
+        table = self._await_welcome()
         if self.info.network == table[0].network:
             self.route = self.replies["route"]
         return Connections(self.channel, table, store, store_sockets, self.route)
-
-    def _report_end(self, error: BaseException) -> None:
-        """Report to rank 0 the error that ends this rank's start.
-
-        After the welcome it is the failure of a rank; before, rank 0 refuses all ranks.
-        """
-        if "welcome" in self.replies:
-            self.channel.send("event", asdict(event_of("failed", self.info, reason_of(error))))
-        elif "refused" not in self.replies:
-            self.channel.send("handshake", {"gave_up": str(self.gave_up_error(error))})
 
     # Finding rank 0.
 
@@ -210,9 +189,11 @@ class OtherRank(Handshake):
         self._where = f"{host}:{address.port}"
         self._store_host = host_of(connected.getpeername())
         self.route = host_of(connected.getsockname())
+        self.channel.close()  # that of an earlier attempt
+        self.channel = Channel(self.request.timeouts.heartbeat)
+        self.replies = {}
         self.channel.on_message("handshake", self._handle_message)
         self.channel.connect(0, connected)
-        self.replies = {}  # those of an earlier connection, which this call has closed
         self.channel.send("hello", {"nonce": address.nonce, **asdict(self.info)})
         # Rank 0 may be busy, so only a closed connection, the deadline or a changed
         # address ends this wait.
@@ -271,8 +252,9 @@ class OtherRank(Handshake):
         return self.table()
 
     def _raise_if_ended(self) -> None:
+        has_ended = 0 in self.channel.ended  # read first: rank 0 closes after a refusal
         self.raise_if_refused()
-        if 0 not in self.channel.ended:
+        if not has_ended:
             return
         if "welcome" in self.replies:
             reason = self.channel.ended[0] or "it closed the connection"
@@ -322,18 +304,18 @@ class RankZero(Handshake):
         try:
             self._await_decision()
             self.raise_if_refused()
-        except BaseException as error:
-            self._refuse(self.gave_up_error(error))
-            if isinstance(error, RendezvousError):
-                # Without these seconds, 415 of 512 ranks did not receive a refusal.
-                others = set(range(1, self.info.world_size))
-                self.channel.wait_for(
-                    lambda: others <= self._heard, self.request.timeouts.after_refusal
-                )
+        except RendezvousError as error:
+            self._refuse(error)
+            # Without these seconds, 415 of 512 ranks did not receive a refusal.
+            others = set(range(1, self.info.world_size))
+            self.channel.wait_for(
+                lambda: others <= self._heard, self.request.timeouts.after_refusal
+            )
             raise
         finally:
             self.endpoint.withdraw()
             self.channel.stop_accepting()
+        self.channel.wait_until_sent()  # this rank may exit next, and the others name its death
         return Connections(self.channel, self.table(), self._store, store_sockets, self.route)
 
     def _await_decision(self) -> None:
@@ -372,10 +354,12 @@ class RankZero(Handshake):
         """Raise the refusal of another rank 0 if one is answering at this address."""
         for host in address.candidates():
             deadline = Deadline(min(self.request.timeouts.connect, self.deadline.remaining))
-            channel = Channel(self.request.timeouts.heartbeat)
-            with suppress(OSError), closing(channel):
-                as_other_rank = OtherRank(self.request, self.endpoint, self.info, channel, deadline)
-                as_other_rank.send_hello(host, address)
+            as_other_rank = OtherRank(self.request, self.endpoint, self.info, deadline)
+            try:
+                with suppress(OSError):
+                    as_other_rank.send_hello(host, address)
+            finally:
+                as_other_rank.channel.close()
 
     # On the channel's thread.
 
@@ -385,17 +369,16 @@ class RankZero(Handshake):
             return
         nonce = body.pop("nonce", None)
         info = RankInfo.of(body)
-        with self.channel.arrived:
-            if info is None or nonce != self._address.nonce or "welcome" in self.replies:
-                connection.close(CLOSED)
-            elif self.info.run and info.run and self.info.run != info.run:
-                sentence = (
-                    f"rank 0 at {self._where} belongs to another run ({self.info.run}) than {info}"
-                    f" ({info.run}); give each run its own MASTER_PORT or init_method"
-                )
-                connection.send(encode("handshake", {"refused": [sentence]}))
-            else:
-                self._handle_hello(connection, info)
+        if info is None or nonce != self._address.nonce or "welcome" in self.replies:
+            connection.close(CLOSED)
+        elif self.info.run and info.run and self.info.run != info.run:
+            sentence = (
+                f"rank 0 at {self._where} belongs to another run ({self.info.run}) than {info}"
+                f" ({info.run}); give each run its own MASTER_PORT or init_method"
+            )
+            connection.send(encode("handshake", {"refused": [sentence]}))
+        else:
+            self._handle_hello(connection, info)
 
     def _handle_hello(self, connection: Connection, info: RankInfo) -> None:
         """Accept a rank, or refuse the start if this rank does not fit."""
@@ -431,10 +414,7 @@ class RankZero(Handshake):
         )
 
     def _handle_message(self, body: Message) -> None:
-        if "overdue" in body:
-            self._refuse_missing(body["overdue"])
-        else:
-            self._refuse(RendezvousError(str(body["gave_up"])))
+        self._refuse_missing(body["overdue"])
 
     # The decision; on any thread.
 

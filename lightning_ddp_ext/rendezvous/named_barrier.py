@@ -13,23 +13,19 @@ or if it has started more steps and made fewer calls.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 
-from lightning_ddp_ext.rank_lists import activities_in_words, listed
+from lightning_ddp_ext.rank_lists import activities_in_words, grouped, listed
 from lightning_ddp_ext.rendezvous.channel import Message
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, Peers, event_of
-
-_LONGEST_TEXT = 500  # characters of each text in a call
+from lightning_ddp_ext.rendezvous.request import RankInfo
 
 _MAKE_IT = (
     "make this call on every rank; if the ranks have different numbers of batches, use "
     "DDPExtStrategy(uneven_inputs='stop_at_shortest')"
 )
 SAME_CALLS = "make sure that every rank makes the same calls in the same order"
-_BE_IN_TIME = "find out what takes it so long, or pass a longer timeout to the strategy"
 
 
 @dataclass(frozen=True)
@@ -44,6 +40,7 @@ class Call:
         what: the call, as messages show it.
         where: file and line in the user's code, if known.
         remedy: advice for a rank that skips it; empty for the usual one.
+        may_be_late: whether a rank may take as long as it needs to start the call.
     """
 
     rank: int
@@ -53,6 +50,7 @@ class Call:
     what: str
     where: str = ""
     remedy: str = ""
+    may_be_late: bool = False
 
     def __str__(self) -> str:
         return f"{self.what} ({self.where})" if self.where else self.what
@@ -63,16 +61,14 @@ class NamedBarriers:
 
     Args:
         peers: the other ranks.
-        timeout: returns the collective timeout.
 
     Attributes:
         made: the number of calls that this rank has started.
         awaited: the call in which this rank is waiting for the others, if any.
     """
 
-    def __init__(self, peers: Peers, timeout: Callable[[], timedelta]) -> None:
+    def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._timeout = timeout
         # By number: the calls of all ranks on rank 0, and elsewhere only those of rank 0.
         self._waiting: dict[int, list[Call]] = {}
         self.awaited: Call | None = None
@@ -81,7 +77,6 @@ class NamedBarriers:
         self._open = 0  # the number of the last call that all ranks have started
         peers.channel.on_message("call", self._record_call)
         peers.channel.on_message("open", self._open_barrier)
-        peers.channel.on_message("overdue", self._report_overdue)
 
     def advance(self) -> None:
         """Advance this rank's step counter, so that a skipped call can be detected.
@@ -96,7 +91,7 @@ class NamedBarriers:
         self._steps += 1
         call = self._skipped_call()
         if call is not None:
-            raise self._report_absence(call, [self._peers.rank]).to_error()
+            raise self._report_skipped(call).to_error()
 
     def _skipped_call(self) -> Call | None:
         """Return a call that this rank skipped and another one waits in, if any."""
@@ -111,7 +106,7 @@ class NamedBarriers:
         *,
         name: str = "",
         remedy: str = "",
-        if_late: Callable[[], None] | None = None,
+        may_be_late: bool = False,
     ) -> None:
         """Report the start of a call, and wait until every rank has started it.
 
@@ -122,50 +117,38 @@ class NamedBarriers:
             where: file and line in the user's code, if known.
             name: the name that must be the same on every rank; by default ``what``.
             remedy: advice for a rank that skips it, if the user does not make the call.
-            if_late: called after each collective timeout to continue the wait, unless
-                it raises; by default, ranks that have not started the call by then are
-                absent.
+            may_be_late: whether a rank may take as long as it needs. Otherwise,
+                ``supervision.status_table`` ends the wait after the collective timeout.
 
         Raises:
             RankAbsentError: a rank skipped this call, started another one, or did not
                 start it in time.
             RankFailedError: a rank failed, died or left; it may be a subclass.
         """
-        texts = [text[:_LONGEST_TEXT] for text in (name or what, what, where, remedy)]
         with self._peers.arrived:
             self.made += 1
-            call = Call(self._peers.rank, self.made, self._steps, *texts)
+            call = Call(
+                self._peers.rank,
+                self.made,
+                self._steps,
+                name or what,
+                what,
+                where,
+                remedy,
+                may_be_late,
+            )
         receivers = self._peers.everyone if self._peers.rank == 0 else [0]
         self._peers.tell(receivers, "call", {"call": asdict(call)})
         self.awaited = call
         try:
-            while not self._is_open(call, self._timeout().total_seconds()):
-                if if_late is None:
-                    self._end_wait(call)
-                else:
-                    if_late()
+            is_open = self._peers.wait_for(lambda: self._open >= call.number)
         finally:
             self.awaited = None
-
-    def _end_wait(self, call: Call) -> None:
-        """Have rank 0 name the absent ranks, or name rank 0 if it does not reply."""
-        self._peers.tell([0], "overdue", {"call": asdict(call)})
-        if not self._is_open(call, self._peers.timeouts.answer):
-            raise self._report_absence(call, [0], "did not answer", _BE_IN_TIME).to_error()
-
-    def _is_open(self, call: Call, seconds: float) -> bool:
-        """Wait up to ``seconds``, and return whether all ranks have started the call.
-
-        Raise an error if one of them cannot.
-        """
-        if self._peers.wait_for(lambda: self._open >= call.number, seconds):
-            # Rank 0 may exit next, and must first have opened the barrier for the others.
-            self._peers.channel.wait_until_sent()
-            return True
         event = self._peers.cause_or_departure
-        if event is not None:
+        if event is not None and not is_open:
             raise replace(event, reason=event.reason or str(call)).to_error()
-        return False
+        # Rank 0 may exit next, and must first have opened the barrier for the others.
+        self._peers.channel.wait_until_sent()
 
     # Called by other ranks.
 
@@ -184,41 +167,34 @@ class NamedBarriers:
         elif len(calls) == len(self._peers.everyone):
             self._peers.tell(self._peers.everyone, "open", {"number": call.number})
         elif missed is not None:
-            self._report_absence(missed, [self._peers.rank])
+            self._report_skipped(missed)
 
     def _open_barrier(self, body: Message) -> None:
         number = body["number"]
         self._open = max(self._open, number)
         self._waiting.pop(number, None)
 
-    def _report_overdue(self, body: Message) -> None:
-        """Report the ranks that have not started a call; for rank 0."""
-        call = Call(**body["call"])
-        started = {other.rank for other in self._waiting.get(call.number, [])}
-        absent = [rank for rank in self._peers.everyone if rank not in started]
-        if absent and self._open < call.number:
-            self._report_absence(call, absent, "did not do so in time", _BE_IN_TIME)
-
-    def _report_absence(
-        self,
-        call: Call,
-        absent: list[int],
-        finding: str = "continued without it",
-        remedy: str = "",
-    ) -> PeerEvent:
-        remedy = remedy or call.remedy or _MAKE_IT
-        infos = [self._peers.table[rank] for rank in absent]
-        sentence = f"rank {call.rank} began {call}, but {listed(infos)} {finding}; {remedy}"
-        return self._peers.report(event_of("absent", infos[0], sentence))
+    def _report_skipped(self, call: Call) -> PeerEvent:
+        remedy = call.remedy or _MAKE_IT
+        return self._peers.report(
+            event_of_absence(call, [self._peers.mine], "continued without it", remedy)
+        )
 
     def _report_mismatch(self, calls: list[Call]) -> None:
-        names = Counter(call.name for call in calls)
-        odd = min(calls, key=lambda call: (names[call.name], call.name, call.rank))
+        _, (odd, *_) = grouped({call.rank: call.name for call in calls})[0]
         table = self._peers.table
         places = activities_in_words({table[call.rank]: str(call) for call in calls}, "began")
         remedies = "; ".join([SAME_CALLS, *remedies_of(calls)])
         sentence = f"ranks are waiting for each other in different calls: {places}; {remedies}"
-        self._peers.report(event_of("absent", table[odd.rank], sentence))
+        self._peers.report(event_of("absent", table[odd], sentence))
+
+
+def event_of_absence(
+    call: Call, absent: Sequence[RankInfo], finding: str, remedy: str
+) -> PeerEvent:
+    """Return the event of ranks that have not started a call in which another one waits."""
+    sentence = f"rank {call.rank} began {call}, but {listed(absent)} {finding}; {remedy}"
+    return event_of("absent", absent[0], sentence)
 
 
 def remedies_of(calls: Iterable[Call]) -> list[str]:

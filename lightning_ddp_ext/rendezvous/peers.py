@@ -27,7 +27,7 @@ _ERRORS: dict[Kind, type[RankFailedError]] = {
     "absent": RankAbsentError,
     "hung": RankAbsentError,
 }
-_LONGEST_TEXT = 1 << 15  # characters of a reason or a traceback, well below MAX_MESSAGE
+_LONGEST_TEXT = 1 << 15  # characters of a reason or a traceback
 
 
 @dataclass(frozen=True)

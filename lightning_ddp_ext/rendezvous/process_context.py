@@ -59,13 +59,12 @@ class ProcessContext:
             request.timeouts,
             self.groups.abort,
         )
-        self.barriers = NamedBarriers(self.peers, lambda: self.groups.timeout)
+        self.barriers = NamedBarriers(self.peers)
 
     # Groups.
 
     def form_group(self, deadline: Deadline) -> None:
         """Form the default group. Collective."""
-        self.groups.set_variables()
         with self._forming():
             self.groups.form_default(deadline)
 

@@ -66,7 +66,6 @@ class ProcessGroups:
         self._aborting = threading.Lock()
         self._connections = connections
         self._is_forming = False
-        self._variables: dict[str, str] = {}  # those that this object has set
         # Dropping the last reference to a group waits for gloo's threads, which may
         # wait for the GIL. A reference from Python releases the GIL meanwhile, but
         # DDP's does not, so those in this list must outlive the model's:
@@ -77,6 +76,23 @@ class ProcessGroups:
         self._references: list[object] = []
         # Of each group that was formed; the first entry is that of the default group.
         self._sockets: list[OpenedSockets] = []
+        variables = self._variables_to_set()
+        # Those that this object sets until the groups are closed. An exported variable
+        # stays: :func:`check_variables` has compared the values.
+        self._variables = {
+            name: value for name, value in variables.items() if name not in os.environ
+        }
+        os.environ.update(self._variables)
+
+    def _variables_to_set(self) -> dict[str, str]:
+        """Return the request's environment variables, and those that the groups need."""
+        defaults = _NCCL_DEFAULTS if self.uses_nccl else {}
+        # By default, gloo uses the network to which the host's name resolves, which may
+        # not connect the hosts.
+        route = self._connections.route
+        interface = interface_of(route) if route else None
+        gloo = {} if interface is None else {GLOO_INTERFACE: interface}
+        return {**defaults, **gloo, **self.request.variables}
 
     @property
     def uses_nccl(self) -> bool:
@@ -92,18 +108,6 @@ class ProcessGroups:
     def timeout(self) -> timedelta:
         """The timeout of collectives."""
         return self.request.timeout or (_NCCL_TIMEOUT if self.uses_nccl else _OTHER_TIMEOUT)
-
-    def set_variables(self) -> None:
-        """Set the request's environment variables until the groups are closed.
-
-        An exported variable stays: :func:`check_variables` has compared the values.
-        """
-        defaults = _NCCL_DEFAULTS if self.uses_nccl else {}
-        variables = {**defaults, **self.request.variables}
-        self._variables = {
-            name: value for name, value in variables.items() if name not in os.environ
-        }
-        os.environ.update(self._variables)
 
     def form_default(self, deadline: Deadline) -> None:
         """Form the default group, and check that it works.
@@ -189,15 +193,7 @@ class ProcessGroups:
 
     @contextmanager
     def forming(self) -> Iterator[None]:
-        """Record the sockets that the block opens, for :meth:`abort`.
-
-        In the block, gloo uses the network that connects the hosts.
-        """
-        # By default, gloo uses the network to which the host's name resolves.
-        route = self._connections.route
-        interface = interface_of(route) if route and GLOO_INTERFACE not in os.environ else None
-        if interface is not None:
-            os.environ[GLOO_INTERFACE] = interface
+        """Record the sockets that the block opens, for :meth:`abort`."""
         self._is_forming = True
         try:
             with OpenedSockets() as sockets:
@@ -205,8 +201,6 @@ class ProcessGroups:
                 yield
         finally:
             self._is_forming = False
-            if interface is not None:
-                del os.environ[GLOO_INTERFACE]
 
     def abort(self) -> None:
         """Unblock threads that wait for other ranks.

@@ -178,19 +178,13 @@ def may_be_echo(exception: BaseException) -> bool:
     The place where it was raised decides. Ctrl-C reaches all ranks, perhaps while this
     one handles another rank's exit, so it counts as this rank's own.
     """
-    return not isinstance(exception, KeyboardInterrupt) and any(
-        map(_is_broken_collective, chain_of(exception))
-    )
-
-
-def _is_broken_collective(exception: BaseException) -> bool:
-    """Whether a backend raised the exception, or torch because the group is closed.
-
-    The latter follows from another rank's failure.
-    """
     context = current()
     is_aborted = context is not None and context.peers.cause is not None
-    return _is_in_collective(exception) and (is_aborted or _may_be_of_backend(exception))
+    return not isinstance(exception, KeyboardInterrupt) and any(
+        # An exception of torch after an abort follows from another rank's failure.
+        _is_in_collective(each) and (is_aborted or _may_be_of_backend(each))
+        for each in chain_of(exception)
+    )
 
 
 def _is_raised_for_user(exception: BaseException) -> bool:
@@ -202,10 +196,15 @@ def _is_raised_for_user(exception: BaseException) -> bool:
 def _may_be_of_backend(exception: BaseException) -> bool:
     """Whether a backend may have raised the exception.
 
-    Backends raise from C++, and only these types.
+    Backends raise from C++, not by a ``raise`` statement, and only these types.
     """
+    trace = _innermost(exception)
     is_of_backend = type(exception) is RuntimeError or isinstance(exception, dist.DistError)
-    return is_of_backend and not _is_raised_in_python(exception)
+    return (
+        is_of_backend
+        and trace is not None
+        and dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] not in _RAISING
+    )
 
 
 def _is_in_collective(exception: BaseException) -> bool:
@@ -218,12 +217,6 @@ def _is_in_collective(exception: BaseException) -> bool:
         return False
     is_in_joint_backward = is_in_backward(trace.tb_frame) and current_run() is not None
     return is_in_collective(trace.tb_frame) or is_in_joint_backward
-
-
-def _is_raised_in_python(exception: BaseException) -> bool:
-    """Whether a ``raise`` statement raised the exception; true without a traceback."""
-    trace = _innermost(exception)
-    return trace is None or dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] in _RAISING
 
 
 def _innermost(exception: BaseException) -> TracebackType | None:

@@ -11,7 +11,7 @@ import math
 import pickle
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -180,31 +180,6 @@ def _members() -> dict[str, list[int]]:
     return {name: dist.get_process_group_ranks(group) for group, name in list(names.items())}
 
 
-@dataclass
-class _GroupEntries:
-    """The entries of one group, by the numbers of the collectives."""
-
-    collectives: dict[int, _Entry] = field(default_factory=dict)
-    pg_id: int | None = None
-    last_send: int | None = None
-    """The id of the last send or receive."""
-
-    def add(self, entry: _Entry) -> None:
-        """Add an entry, unless it belongs to sends or receives."""
-        op_id = entry.get("op_id")
-        if entry.get("is_p2p"):
-            self.last_send = op_id
-            return
-        ends_sends = self.last_send is not None and op_id == self.last_send
-        if ends_sends and _function_of(entry) == "coalesced":
-            return  # it has the number of an earlier collective
-        if entry.get("pg_id") != self.pg_id:
-            self.collectives.clear()  # a new group with the name of a closed one
-        self.pg_id = entry.get("pg_id")
-        # Coalesced collectives share a number.
-        self.collectives[int(entry["collective_seq_id"])] = entry
-
-
 def progress_in(trace: Mapping[str, Any], members: Mapping[str, list[int]]) -> list[GroupProgress]:
     """Return the progress in each group from a recorder's contents.
 
@@ -215,17 +190,30 @@ def progress_in(trace: Mapping[str, Any], members: Mapping[str, list[int]]) -> l
     >>> progress.entered, progress.pending, progress.describe(2), progress.members
     (3, 2, 'all_reduce #2 [[4]]', [0, 1])
     """
-    groups: dict[str, _GroupEntries] = {}
+    groups: dict[str, list[_Entry]] = {}
     for entry in trace.get("entries", []):
         # A group may have several backends.
         backend = str(entry.get("profiling_name", "")).partition(":")[0]
-        group = f"{backend}:{entry['process_group'][0]}"
-        groups.setdefault(group, _GroupEntries()).add(entry)
-    return [
-        _progress(group, entries.collectives, members)
-        for group, entries in groups.items()
-        if entries.collectives
-    ]
+        groups.setdefault(f"{backend}:{entry['process_group'][0]}", []).append(entry)
+    collectives = {group: _collectives_in(entries) for group, entries in groups.items()}
+    return [_progress(group, each, members) for group, each in collectives.items() if each]
+
+
+def _collectives_in(entries: Sequence[_Entry]) -> dict[int, _Entry]:
+    """Return the collectives of a group by number, without its sends and receives."""
+    last_send = None
+    collectives: dict[int, _Entry] = {}
+    for entry in entries:
+        if entry.get("pg_id") != entries[-1].get("pg_id"):
+            continue  # of a closed group with the name of a new one
+        op_id = entry.get("op_id")
+        if entry.get("is_p2p"):
+            last_send = op_id
+        elif op_id is None or op_id != last_send or _function_of(entry) != "coalesced":
+            # Coalesced collectives share a number. What ends coalesced sends has the
+            # number of an earlier collective.
+            collectives[int(entry["collective_seq_id"])] = entry
+    return collectives
 
 
 def _progress(
@@ -233,13 +221,19 @@ def _progress(
 ) -> GroupProgress:
     name = group.partition(":")[2]
     last = max(entries)
-    unfinished = [number for number, entry in entries.items() if not _is_finished(entry)]
+    unfinished = [
+        number
+        for number, entry in entries.items()
+        if not entry.get("retired") and entry.get("state") != "completed"
+    ]
     pending = min(unfinished, default=0)
     current = entries[pending or last]
     latest = sorted(entries)[-_RECENT:]
+    description = str(entries[last]["process_group"][1])
+    labels = {_DEFAULT_GROUP: "", "": name, "undefined": name}
     return GroupProgress(
         group,
-        label=_label(name, str(entries[last]["process_group"][1])),
+        label=labels.get(description, description),
         entered=last,
         pending=pending,
         recent={str(number): _collective(entries[number]) for number in latest},
@@ -247,17 +241,6 @@ def _progress(
         entered_at=current.get("time_created_ns", time.time_ns()) / 1e9,
         limit=current.get("timeout_ms", math.inf) / 1e3,
     )
-
-
-def _label(name: str, description: str) -> str:
-    if description == _DEFAULT_GROUP:
-        return ""
-    is_described = description not in ("", "undefined")
-    return description if is_described else name
-
-
-def _is_finished(entry: _Entry) -> bool:
-    return bool(entry.get("retired")) or entry.get("state") == "completed"
 
 
 def _function_of(entry: _Entry) -> str:

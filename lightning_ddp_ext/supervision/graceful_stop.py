@@ -2,24 +2,28 @@
 
 Every rank passes the same stop points in the same order: the end of each training step,
 each step of an evaluation, and the end of training. Each rank counts those that it has
-passed. A rank that receives a signal sends a request to rank 0 over the control
-channel, and rank 0 pauses all ranks: each main thread waits at its next stop point, and
-each channel thread replies with the rank's count. The ranks thus agree on the first
-stop point that none of them has passed, and stop there.
+passed; the number of one after an evaluation does not depend on the steps in it. A rank
+that receives a signal sends a request to rank 0 over the control channel, and rank 0
+pauses all ranks: each main thread waits at its next stop point, and each channel thread
+replies with the rank's count. The ranks thus agree on the first stop point that none of
+them has passed, and stop there.
 
 Only the channel threads reply, so ranks that are in a collective at that time always
 complete it. Until a signal arrives, a stop point costs an addition and a comparison.
+
+If ranks have evaluations of different lengths, that stop point may be a step that a
+rank does not have. The ranks are then in different calls, which ends the run as usual.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from signal import Signals
-from typing import NamedTuple, cast
+from typing import cast
 
 from lightning_ddp_ext.forced_exit import ForcedExit
 from lightning_ddp_ext.rank_lists import listed
@@ -37,6 +41,7 @@ _END_TOGETHER = (
     " rank do so with trainer.strategy.reduce_boolean_decision(stop, all=False); if the ranks have"
     " different numbers of batches, use DDPExtStrategy(uneven_inputs='stop_at_shortest')"
 )
+_STEPS = 1 << 32  # numbers of stop points for the steps of an evaluation
 _SECONDS_AFTER_SAVES = 3.0  # from a finished save to the exit, after the deadline
 
 
@@ -50,45 +55,6 @@ class StopRequest:
 
     def __str__(self) -> str:
         return f"{Signals(self.signum).name} to rank {self.rank} (host {self.host})"
-
-
-class StopPoint(NamedTuple):
-    """A stop point outside of evaluations, or a step of the evaluation after it."""
-
-    point: int
-    step: int = 0  # 0 is the point itself
-    # The length of the evaluation on the rank that is in it. It is 0 in a target, so a
-    # rank that has reached the target compares as greater or equal.
-    evaluation_steps: int = 0
-
-
-def next_common(positions: Sequence[StopPoint]) -> StopPoint:
-    """Return the first stop point that no rank has passed and that all will reach.
-
-    If the evaluation is shorter on some rank, this is the next point outside of
-    evaluation steps.
-
-    >>> next_common([StopPoint(4, 17, 100), StopPoint(4, 18, 99)])[:2]
-    (4, 19)
-    >>> next_common([StopPoint(4, 99, 100), StopPoint(4, 99, 99)])[:2]
-    (5, 0)
-
-    The result may be in an evaluation that none has started. If none starts, ranks
-    stop at the next point.
-
-    >>> next_common([StopPoint(4), StopPoint(5)])[:2]
-    (5, 1)
-    """
-    furthest = max(positions)
-    lengths = [
-        position.evaluation_steps
-        for position in positions
-        if position.point == furthest.point and position.evaluation_steps > 0
-    ]
-    next_step = furthest.step + 1
-    if next_step <= min(lengths, default=next_step):
-        return StopPoint(furthest.point, next_step)
-    return StopPoint(furthest.point + 1)
 
 
 class GracefulStop:
@@ -118,14 +84,14 @@ class GracefulStop:
         session.stop = self
         session.runs += 1
         self.signals = StopSignals(self._request_stop, _run_has_ended)
-        self._session = session
+        self._barriers = session.context.barriers
         self._peers = session.context.peers
         self._seconds = deadline.total_seconds()
         self._acknowledge = acknowledge
-        self._position = StopPoint(0)
+        self._position = 0  # the last stop point
         self._request: StopRequest | None = None  # until the ranks stop
-        self._target: StopPoint | None = None  # once the ranks have agreed
-        self._positions: dict[int, StopPoint] = {}  # on rank 0, of the ranks that have paused
+        self._target: int | None = None  # once the ranks have agreed
+        self._positions: dict[int, int] = {}  # on rank 0, of the ranks that have paused
         self._forced_exit = ForcedExit("ddpx-stop-deadline")
         self._topic = f"stop {session.runs}"
         self._peers.channel.on_message(self._topic, self._handle_message)
@@ -148,32 +114,32 @@ class GracefulStop:
             RankFailedError: a rank died or failed, which takes precedence over a
                 request; it may be a subclass.
         """
-        self._position = StopPoint(self._position.point + 1)
+        self._request_received_stop()  # at the point before, so that this one is the next
+        self._position = self._next_outside
         return self._take_request() if self._is_due() else None
 
-    def at_step(
-        self, count_steps: Callable[[], int], may_stop: Callable[[], bool]
-    ) -> StopRequest | None:
+    @property
+    def _next_outside(self) -> int:
+        """The next stop point outside of evaluation steps."""
+        return (self._position // _STEPS + 1) * _STEPS
+
+    def at_step(self, may_stop: Callable[[], bool]) -> StopRequest | None:
         """Return the request if all ranks stop here.
 
         Called before each step of an evaluation.
 
         Args:
-            count_steps: returns this rank's number of evaluation steps, or 1 if
-                unknown; called in the first step.
             may_stop: called where all ranks would stop, with the same result on each.
                 If it returns False, they stop at the next point outside of evaluation
                 steps.
         """
-        point, step, evaluation_steps = self._position
-        if step == 0:
-            evaluation_steps = count_steps()
-        self._position = StopPoint(point, step + 1, evaluation_steps)
+        self._request_received_stop()
+        self._position += 1
         if not self._is_due():
             return None
         if may_stop():
             return self._take_request()
-        self._target = StopPoint(point + 1)
+        self._target = self._next_outside
         return None
 
     def at_last_point(self) -> StopRequest | None:
@@ -184,10 +150,10 @@ class GracefulStop:
         as it replies.
         """
         self._request_received_stop()
-        self._session.context.barriers.enter(
+        self._barriers.enter(
             "the final barrier of the Trainer's run",
             remedy=_END_TOGETHER,
-            if_late=self._session.statuses.raise_if_a_rank_is_silent,
+            may_be_late=True,
         )
         return self.at_point()
 
@@ -197,7 +163,6 @@ class GracefulStop:
         Raises:
             RankFailedError: a rank died or failed meanwhile; it may be a subclass.
         """
-        self._request_received_stop()
         if self._request is None:
             return False
         with self._peers.arrived:
@@ -232,11 +197,11 @@ class GracefulStop:
 
     def _handle_message(self, body: Message) -> None:
         if "target" in body:
-            self._target = StopPoint(*body["target"])
+            self._target = body["target"]
         elif "position" in body:
-            self._positions[body["from"]] = StopPoint(*body["position"])
+            self._positions[body["from"]] = body["position"]
             if len(self._positions) == len(self._peers.everyone):
-                target = next_common(list(self._positions.values()))
+                target = max(self._positions.values()) + 1
                 self._peers.tell(self._peers.everyone, self._topic, {"target": target})
         elif self._request is None:
             self._pause(StopRequest(**body["request"]))

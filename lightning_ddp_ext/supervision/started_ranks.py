@@ -249,7 +249,5 @@ def _status_in_words(status: int) -> str:
     """Describe an exit status: "exited with status 1", "was killed by SIGKILL"."""
     if status >= 0:
         return f"exited with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
+    names = (each.name for each in signal.Signals if each == -status)
+    return f"was killed by {next(names, f'signal {-status}')}"

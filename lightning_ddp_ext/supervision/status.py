@@ -12,13 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_ddp_ext.rank_lists import activities_in_words, grouped, listed
-from lightning_ddp_ext.rendezvous.named_barrier import SAME_CALLS, Call, remedies_of
+from lightning_ddp_ext.rendezvous.named_barrier import (
+    SAME_CALLS,
+    Call,
+    event_of_absence,
+    remedies_of,
+)
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.supervision.flight_recorder import Collective, GroupProgress
 
 # Functions whose inputs must have the same number of elements on all ranks.
 _OF_SAME_SIZE = ("all_reduce", "broadcast", "reduce")
+_BE_IN_TIME = "find out what takes it so long, or pass a longer timeout to the strategy"
 _TAKES_LONGER = (
     "make sure that every rank makes the same calls; if one takes longer, pass a longer timeout to"
     " the strategy"
@@ -123,6 +129,14 @@ def silent_rank(silent: Sequence[RankInfo], wait: str) -> PeerEvent:
     """Return the event of the first of the ranks that did not push their status."""
     silence = listed((f"{who} has not answered" for who in silent), separator="; ")
     return event_of("hung", silent[0], f"{silence}; {wait}")
+
+
+def rank_outside_barrier(statuses: Sequence[Status], call: Call) -> PeerEvent | None:
+    """Return the event of ranks that have not started a call in time, if any."""
+    absent = [status.who for status in statuses if status.calls_made < call.number]
+    if not absent or call.may_be_late:
+        return None
+    return event_of_absence(call, absent, "did not do so in time", _BE_IN_TIME)
 
 
 def rank_outside_collective(statuses: Sequence[Status], wait: str) -> PeerEvent | None:

@@ -3,7 +3,8 @@
 A thread of each rank pushes its ``status`` about every second while
 
 - the rank has waited in a call for long, a named barrier or a collective;
-- any rank has a question: why its collective broke, or whether a late rank is alive.
+- any rank has a question: why its collective broke, or which rank it has waited for in
+  vain until the timeout.
 
 Rank 0 keeps the last status of each rank. Its thread decides, and reports a rank to all
 ranks (``rendezvous.peers``), which then raise:
@@ -16,10 +17,11 @@ without processor time in between
 for a question: a rank pushes none                         that rank
 for a question about a collective: a rank is in another    that rank
 one, or elsewhere while ranks have waited for the timeout
+for a question about a named barrier: a rank is late       that rank
 =========================================================  =============================
 
-NCCL does not raise when a collective exceeds its timeout, unlike gloo, so this module
-then ends the wait.
+NCCL does not raise when a collective exceeds its timeout, unlike gloo, so this thread
+then asks, as it does for named barriers.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from lightning_ddp_ext.supervision.stacks import (
 from lightning_ddp_ext.supervision.status import (
     Status,
     deadlock_in,
+    rank_outside_barrier,
     rank_outside_collective,
     silent_rank,
 )
@@ -55,11 +58,8 @@ from lightning_ddp_ext.threads import start_thread
 _TURNS = 16  # of a rank's thread, while the rank waits until it pushes its status
 # Seconds; a rank may just be returning from the collective. Once one does, all do.
 _RETURNING = 1.0
-# A question waits for statuses at most twice, and as long for an earlier one.
-_WAITS_FOR_STATUSES = 4
 # Seconds of processor time between two statuses; a thread that waits takes none.
 _COMPUTING = 0.01
-_IN_COLLECTIVE = "in a collective for its timeout of"
 
 
 class StatusTable:
@@ -76,64 +76,49 @@ class StatusTable:
         self._sent = Status(self._peers.mine)  # the last one
         self._cpu_seconds = 0.0  # of the main thread when it was sent
         self._question = ""  # how long which rank has waited, until rank 0 has answered
-        self._is_watched = False  # from the first request of rank 0 until its answer
+        self._heard_at = 0.0  # when rank 0 last sent something, or a question began
+        self._is_watched = False  # while rank 0 needs the statuses for an answer
         self._is_due = False  # ends the pause of the thread
         # On rank 0, by rank.
         self._last = {info.rank: Status(info) for info in self._peers.table}
         self._received_at: dict[int, float] = {}
-        self._asked_at: dict[int, float] = {}
+        self._asked_at: float | None = None  # the first question without an answer
         self._peers.channel.on_message("status", self._record_status)
-        self._peers.channel.on_message("look", self._start_to_push)
-        self._peers.channel.on_message("answers", self._record_answers)
+        self._peers.channel.on_message("look", self._handle_look)
         if len(self._peers.table) > 1:
             start_thread("ddpx-status", self._run)
-
-    # For the main thread; these calls take several seconds.
 
     def cause_of_broken_collective(self) -> PeerEvent | None:
         """Return the event that broke a collective or store, if a rank caused it.
 
-        All ranks get the same event.
+        All ranks get the same event. For the main thread; takes several seconds.
         """
         self._has_broken_collective = True
         is_timeout = has_timed_out(read_progress(), self._context.groups.timeout)
         event = None if is_timeout else self._peers.wait(self._timeouts.first_cause)
         if event is None:
             failed = f"a collective of rank {self._peers.rank} failed"
-            event = self._ask(self._waited(_IN_COLLECTIVE) if is_timeout else failed)
+            self._ask(self._waited_in_collective if is_timeout else failed)
+            self._peers.wait_for(lambda: not self._question)
+            self._question = ""
+            event = self._peers.cause_or_departure
         self._has_broken_collective = event is not None
         return event
 
-    def raise_if_a_rank_is_silent(self) -> None:
-        """Raise if a rank does not push its status.
-
-        A rank that does may take as long as it needs.
-
-        Raises:
-            RankAbsentError: a rank does not push its status.
-            RankFailedError: a rank died, failed or left; it may be a subclass.
-        """
-        event = self._ask(self._waited("for"))
-        if event is not None:
-            raise event.to_error()
-
-    def _ask(self, question: str) -> PeerEvent | None:
-        """Have rank 0 find the rank that this one waits for; return its event, if any."""
+    def _ask(self, question: str) -> None:
+        """Have rank 0 find the rank that this one waits for."""
         with self._peers.arrived:
+            self._heard_at = time.monotonic()
             self._question = question
             self._is_due = True
             self._peers.arrived.notify_all()
-        self._peers.wait_for(
-            lambda: not self._question, _WAITS_FOR_STATUSES * self._timeouts.answer
-        )
-        if self._question and self._peers.cause_or_departure is None:
-            self._peers.report(silent_rank([self._peers.table[0]], question))
-        self._question = ""
-        return self._peers.cause_or_departure
 
-    def _waited(self, what: str) -> str:
+    @property
+    def _waited_in_collective(self) -> str:
         seconds = self._context.groups.timeout.total_seconds()
-        return f"rank {self._peers.rank} has waited {what} {seconds:g} s"
+        return (
+            f"rank {self._peers.rank} has waited in a collective for its timeout of {seconds:g} s"
+        )
 
     # This rank's thread.
 
@@ -142,11 +127,14 @@ class StatusTable:
         while self._wait_for_turn():
             now = time.monotonic()
             entered_at = {call: entered_at.get(call, now) for call in self._open_calls()}
-            seconds = now - min(entered_at.values(), default=now)
-            if self._has_ended_overdue_collective(seconds):
+            waited = {call: now - moment for call, moment in entered_at.items()}
+            if self._has_ended_overdue_call(waited):
                 entered_at.clear()
-            if self._question or self._is_watched or seconds >= self._timeouts.deadlock:
+            longest = max(waited.values(), default=0.0)
+            if self._question or self._is_watched or longest >= self._timeouts.deadlock:
                 self._push()
+            if self._question and now - self._heard_at >= 2 * self._timeouts.answer:
+                self._peers.report(silent_rank([self._peers.table[0]], self._question))
             if self._peers.rank == 0:
                 self._decide(now)
 
@@ -169,7 +157,7 @@ class StatusTable:
         the device.
         """
         call = self._context.barriers.awaited
-        barriers = [] if call is None else [f"call {call.number}"]
+        barriers = [] if call is None else [str(call.number)]
         return groups_in_collectives() + barriers
 
     def _push(self) -> None:
@@ -200,20 +188,29 @@ class StatusTable:
         is_settled = status.calls == self._sent.calls and not has_computed
         return replace(status, is_settled=is_settled)
 
-    def _has_ended_overdue_collective(self, seconds: float) -> bool:
-        """End a wait of NCCL for its timeout, or for too long for a rank that left.
+    def _has_ended_overdue_call(self, waited: dict[str, float]) -> bool:
+        """End a wait in a named barrier or of NCCL for the timeout.
 
-        Find and report the rank that the collective waits for, which aborts it.
+        Find and report the rank that this one waits for, which aborts the call. Also end
+        a wait of NCCL for too long for a rank that left.
+
+        Args:
+            waited: the seconds for which this rank has waited, for each call.
         """
         groups = self._context.groups
+        timeout = groups.timeout.total_seconds()
+        call = self._context.barriers.awaited
+        if call is not None and waited.get(str(call.number), 0.0) >= timeout:
+            self._ask(f"rank {call.rank} began {call}")
+            return True
         departure = self._peers.cause_or_departure
-        limit = groups.timeout.total_seconds() if departure is None else self._timeouts.answer
-        if not groups.uses_nccl or seconds < limit:
+        limit = timeout if departure is None else self._timeouts.answer
+        if not groups.uses_nccl or max(waited.values(), default=0.0) < limit:
             return False
         if not any(progress.pending for progress in read_progress()):
             return False
         if departure is None:
-            start_thread("ddpx-ask", self._ask, self._waited(_IN_COLLECTIVE))
+            self._ask(self._waited_in_collective)
         else:  # NCCL has no connection that closes with that rank
             left = self._peers.table[departure.rank]
             self._peers.report(event_of("absent", left, str(departure.to_error())))
@@ -221,14 +218,12 @@ class StatusTable:
 
     # Called by rank 0.
 
-    def _start_to_push(self, body: Message) -> None:
-        self._is_watched = True
-        self._is_due = True
-
-    def _record_answers(self, body: Message) -> None:
-        self._is_watched = False
-        if self._peers.rank in body["ranks"]:
+    def _handle_look(self, body: Message) -> None:
+        self._heard_at = time.monotonic()
+        self._is_watched = body["is_watched"]
+        if self._peers.rank in body["answered"]:
             self._question = ""
+        self._is_due = self._is_due or self._is_watched
 
     # On rank 0.
 
@@ -237,26 +232,25 @@ class StatusTable:
         self._received_at[rank] = time.monotonic()
         if body["status"] is not None:
             self._last[rank] = Status.from_dict(body["status"])
-        if self._last[rank].question and rank not in self._asked_at:
-            self._asked_at[rank] = self._received_at[rank]
-            self._peers.tell(self._peers.everyone, "look", {})
+        if self._last[rank].question and self._asked_at is None:
+            self._asked_at = self._received_at[rank]
+            self._peers.tell(self._peers.everyone, "look", {"is_watched": True, "answered": []})
 
     def _decide(self, now: float) -> None:
         with self._peers.arrived:
             deadlock = deadlock_in(self._since(now - self._timeouts.answer))
             if deadlock is not None:
                 self._peers.report(deadlock)
-            if self._asked_at:
-                self._answer(now)
+            if self._asked_at is not None:
+                self._answer(now, self._asked_at)
 
     def _since(self, moment: float) -> list[Status]:
         """Return the statuses that ranks have pushed since a ``time.monotonic()``."""
         ranks = [rank for rank, received_at in self._received_at.items() if received_at > moment]
         return [self._last[rank] for rank in sorted(ranks)]
 
-    def _answer(self, now: float) -> None:
+    def _answer(self, now: float, asked_at: float) -> None:
         """Answer all questions, unless later statuses may show more."""
-        asked_at = min(self._asked_at.values())
         statuses = self._since(asked_at)
         if len(statuses) == len(self._peers.everyone) and not all(each.waits for each in statuses):
             asked_at += _RETURNING
@@ -265,18 +259,20 @@ class StatusTable:
         silent = [who for who in self._peers.table if who not in present]
         if silent and now < asked_at + self._timeouts.answer:
             return
-        for rank in sorted(self._asked_at):
-            asking = self._last[rank]
-            event: PeerEvent | None = None
+        # A status without a question has crossed an earlier answer.
+        asking = [status for status in statuses if status.question]
+        for status in asking:
             if silent:
-                event = silent_rank(silent, asking.question)
-            elif asking.awaited is None:  # otherwise late ranks are alive
-                event = rank_outside_collective(statuses, asking.question)
-            # A status without a question has crossed an earlier answer.
-            if event is not None and asking.question and self._peers.cause_or_departure is None:
+                event: PeerEvent | None = silent_rank(silent, status.question)
+            elif status.awaited is not None:
+                event = rank_outside_barrier(statuses, status.awaited)
+            else:
+                event = rank_outside_collective(statuses, status.question)
+            if event is not None and self._peers.cause_or_departure is None:
                 self._peers.report(event)
-        self._peers.tell(self._peers.everyone, "answers", {"ranks": list(self._asked_at)})
-        self._asked_at.clear()
+        self._asked_at = None
+        answered = [status.who.rank for status in asking]
+        self._peers.tell(self._peers.everyone, "look", {"is_watched": False, "answered": answered})
 
 
 def _cpu_seconds() -> float:

@@ -10,12 +10,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any, NoReturn
 
 from lightning_ddp_ext.rendezvous.runs import Run, current_run
@@ -26,8 +24,6 @@ from ..checkpoints.collective import Checkpoints
 from ..checkpoints.run_files import RunFiles
 from ..data.loop_state import Stopped
 from ..private.compat import (
-    active_loop_of,
-    mode_of,
     treat_next_exception_as_stop,
 )
 from ..private.lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
@@ -166,8 +162,7 @@ class StopController:
 
     def at_step(self) -> None:
         """Stop before a step of an evaluation, if the ranks have agreed to."""
-        count_steps = partial(_steps_of, self._trainer)
-        self._stop_if_agreed(lambda stop: stop.at_step(count_steps, self._may_stop), "validation")
+        self._stop_if_agreed(lambda stop: stop.at_step(self._may_stop), "validation")
 
     def at_end_of_evaluation(self) -> None:
         """Stop after an evaluation outside of training, if the ranks have agreed to."""
@@ -275,12 +270,3 @@ class StopController:
         if request.signum == self._slurm.requeue_signal:
             return True
         return request.signum == signal.SIGTERM and is_preempted()
-
-
-def _steps_of(trainer: Any) -> int:
-    """Return the number of steps of the running evaluation, or 1 if unknown."""
-    loop = active_loop_of(trainer)
-    if mode_of(loop) != "sequential":
-        return 1
-    steps = sum(loop.max_batches)
-    return 1 if steps == math.inf else int(steps)
