@@ -227,6 +227,10 @@ def draw(seed: int) -> Program:
     options = {name: chance.choice(values) for name, values in TRAINER.items()}
     if train in ("shuffled", "own generator"):  # ours draws another order if it is not divided
         options["use_distributed_sampler"] = True
+    afterwards = some(AFTERWARDS, 0.25)
+    if train == "kept worker":  # read ahead, with stock, by iterators that nothing reads
+        options["reload_dataloaders_every_n_epochs"] = 0
+        afterwards = tuple(name for name in afterwards if name != "fit again")
     if "manual" in model:
         options |= {"accumulate_grad_batches": 1, "gradient_clip_val": None}
     return Program(
@@ -242,7 +246,7 @@ def draw(seed: int) -> Program:
         model=model,
         logged=some(LOGGED, 0.4),
         callbacks=some(CALLBACKS, 0.2),
-        afterwards=some(AFTERWARDS, 0.25),
+        afterwards=afterwards,
     )
 
 
