@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from tests.harness.environment import MARK, marked, name_of, skip_because, wait_until_exited
 from tests.harness.network import Network, network, why_unavailable
-from tests.harness.rank_process import measured_coverage, start_server
+from tests.harness.ranks import measured_coverage, start_server
 
 _ROOT = Path(__file__).resolve().parent.parent
 _STARTERS = ("tests.harness", "tests.integration")

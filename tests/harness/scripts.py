@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.harness.rank_process import python_path
 from tests.harness.ranks import (
     Environment,
     Outcome,
@@ -21,6 +20,7 @@ from tests.harness.ranks import (
     free_port,
     launch_ranks,
     output_of_all,
+    python_path,
 )
 
 # In scripts that fork their ranks, instead of running again for each.
