@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
-from tests.harness.network import Network
+from tests.harness.environment import Network
 from tests.harness.ranks import (
     Environment,
     Outcome,

@@ -37,8 +37,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.harness.environment import Environment, by_hand_env, environment_of, free_port
-from tests.harness.network import Host
+from tests.harness.environment import Environment, Host, by_hand_env, environment_of, free_port
 
 __all__ = [
     "HOST",

@@ -18,7 +18,7 @@ from lightning_ddp_ext import DDPExtStrategy, ExactDistributedSampler
 from lightning_ddp_ext.errors import SamplingError
 from lightning_ddp_ext.integration.data.predictions import gather_predictions
 from tests.harness import ranks, training
-from tests.harness.network import Network
+from tests.harness.environment import Network
 
 
 class Pair(NamedTuple):

@@ -6,9 +6,11 @@ imported torch and Lightning already.
 
 import json
 import re
+import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,7 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.run
 
-from tests.harness.environment import by_mpirun, by_srun, loopback
-from tests.harness.network import Network
+from tests.harness.environment import Network, by_mpirun, by_srun
 from tests.harness.ranks import (
     Environment,
     by_hand_env,
@@ -152,11 +153,19 @@ def test_srun(tmp_path: Path) -> None:
     runs.expect_trained(run_train(runs.argument(), by_srun()))
 
 
+def loopback() -> str:
+    """Return the loopback address of IPv6, or of IPv4 in containers that lack IPv6."""
+    with suppress(OSError), socket.socket(socket.AF_INET6) as listener:
+        listener.bind(("::1", 0))
+        return "::1"
+    return "127.0.0.1"
+
+
 def test_mpirun(tmp_path: Path) -> None:
     """A process of Open MPI's mpirun is a rank, also where mpi4py is not installed;
     rank 0 may have an IPv6 address.
     """
-    host = loopback()[-1]
+    host = loopback()
     address = f"[{host}]" if ":" in host else host
     runs = Runs(tmp_path, "tcp", "file", tcp=f"tcp://{address}:{free_port(host)}")
     runs.expect_trained(run_train(runs.argument(), by_mpirun()))
