@@ -18,7 +18,6 @@ from lightning_ddp_ext import (
 from tests.harness import training
 from tests.harness.training import Net
 from tests.integration import checkpointing
-from tests.integration.background_saves import FailsWhenAwaited
 
 LARGE = 16 << 20  # bytes, which a background save still writes when the test starts to read
 
@@ -70,7 +69,7 @@ def files_after_a_failure(kind: training.Kind, directory: Path) -> list[str]:
     saver = checkpointing.checkpoint_callback(
         kind, dirpath=kept, filename="{step}", every_n_train_steps=1
     )
-    io = FailsWhenAwaited(lambda path: path.endswith("step=2.ckpt"))
+    io = checkpointing.FailsWhenAwaited(lambda path: path.endswith("step=2.ckpt"))
     trainer = checkpointing.trainer_for(kind, directory, io, [saver], max_epochs=1)
     with pytest.raises(CheckpointSaveError) as caught:
         trainer.fit(Net())

@@ -21,8 +21,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_ddp_ext import RankZeroCheckpoint, RankZeroCheckpointIO
 from tests.harness import ranks, training
-from tests.integration import continuing
-from tests.integration.background_saves import FailsWhenAwaited
+from tests.integration import checkpointing, continuing
 
 STEP = "on_train_batch_start"
 ALL_STEPS = 6  # of two epochs
@@ -104,7 +103,7 @@ def stop_after_failed_save(rank: int, world_size: int, directory: Path) -> End:
     """Save in the background below a device, and send SIGTERM to rank 1 in this step."""
     save = training.At("on_train_batch_end", lambda trainer: trainer.save_checkpoint(IN_DEVICE))
     stop = training.At("on_train_batch_end", partial(send, signal.SIGTERM), ranks=[1])
-    strategy = {"checkpoint_io": FailsWhenAwaited(lambda path: path == IN_DEVICE)}
+    strategy = {"checkpoint_io": checkpointing.FailsWhenAwaited(lambda path: path == IN_DEVICE)}
     return fit(rank, world_size, directory, save, stop, strategy=strategy)
 
 
