@@ -23,7 +23,6 @@ from lightning_ddp_ext.supervision.flight_recorder import groups_in_collectives
 from tests.gpu.placement import ALONE, GPU, IS_GPU, NCCL, Placement, Wide, hold_device
 from tests.harness import training
 from tests.harness.ranks import stories
-from tests.supervision import model as supervision
 
 STEPS_BEFORE_FAULT = 2
 SECONDS_TO_RAISE = 10.0  # until a rank is forced to exit; two ranks on a GPU may be slow
@@ -48,13 +47,13 @@ class Fault:
 
 FAULTS = {
     "raises": Fault(
-        supervision.boom, RankFailedError, "failed, so this rank stops: BoomError: no such layer"
+        training.boom, RankFailedError, "failed, so this rank stops: BoomError: no such layer"
     ),
     "dies": Fault(
-        supervision.die, RankDiedError, "died: its process ended unexpectedly", -signal.SIGKILL
+        training.die, RankDiedError, "died: its process ended unexpectedly", -signal.SIGKILL
     ),
     "is late": Fault(
-        supervision.wait_for_ever,
+        training.wait_for_ever,
         RankAbsentError,
         r"in a collective for its timeout of 3 s, but rank 1 .*\.py:\d+",
     ),
@@ -141,7 +140,7 @@ class Interrupted(Wide):
             return
         if IS_GPU:
             torch.cuda.synchronize()
-        supervision.die()
+        training.die()
 
 
 def train_until_interrupted(

@@ -46,6 +46,7 @@ __all__ = [
     "RankProcesses",
     "announce",
     "by_hand_env",
+    "error_of",
     "free_port",
     "hold",
     "launch_ranks",
@@ -192,6 +193,16 @@ def _in_words(exit_code: int | None) -> str:
 def stories(outcomes: Sequence[Outcome]) -> str:
     """Return the stories of these ranks, one after another."""
     return "\n\n".join(outcome.story() for outcome in outcomes)
+
+
+def error_of(survivor: Outcome, kind: type[Any], culprit: int, pid: int) -> Any:
+    """Return the error of a rank that exited with status 1; fail unless it is of this kind
+    and names the culprit.
+    """
+    error: Any = survivor.failure.exception
+    assert type(error) is kind, survivor.story()
+    assert (error.rank, error.host, error.pid, survivor.exit_code) == (culprit, HOST, pid, 1)
+    return error
 
 
 def rank_name(rank: int, pid: int, host: str = HOST) -> str:

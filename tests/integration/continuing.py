@@ -5,10 +5,8 @@ saves a checkpoint at that point. ``run(ckpt_path=...)`` resumes, and ``differen
 describes how the resumed run differs from the whole one.
 """
 
-import os
-import signal
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +27,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from tests.harness.training import At, Kind, fit, make_strategy, make_trainer, warnings_with
+from tests.harness.training import Kind, fit, make_strategy, make_trainer, warnings_with
 
 Loaders = Callable[[int, int], Any]  # of a rank in a world of this size
 
@@ -300,20 +298,6 @@ class Saver(L.Callback):
         path = self.saved.get(f"{moment}-{steps_done(trainer)}")
         if path is not None:
             trainer.save_checkpoint(path)
-
-
-def signalled(
-    hook: str,
-    earlier: int = 0,
-    signum: int = signal.SIGTERM,
-    *,
-    ranks: Collection[int] = (),
-) -> At:
-    """Return a callback that signals its process at a call of a hook.
-
-    The call is the one after ``earlier`` calls, on these ranks or on all.
-    """
-    return At(hook, lambda trainer: os.kill(os.getpid(), signum), earlier=earlier, ranks=ranks)
 
 
 # Running and comparing.

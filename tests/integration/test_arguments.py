@@ -6,6 +6,7 @@ import inspect
 import re
 import typing
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +22,7 @@ from lightning_ddp_ext import (
 )
 from lightning_ddp_ext.errors import ConfigurationError, DDPExtError
 from tests.harness.environment import by_srun, environment_of
-from tests.harness.ranks import by_hand_env, free_port, launch_ranks
-from tests.harness.training import Net, make_trainer
+from tests.harness.training import Net, fit_on, make_trainer
 
 pytestmark = pytest.mark.lowest
 
@@ -99,13 +99,9 @@ def test_a_wrong_value_in_a_variable_is_refused(monkeypatch: pytest.MonkeyPatch)
         DDPExtStrategy()
 
 
-def fit_on_an_interface(rank: int, world_size: int) -> None:
-    make_trainer(DDPExtStrategy(interface="eth99")).fit(Net())
-
-
-def test_an_interface_that_the_host_does_not_have_is_refused() -> None:
+def test_an_interface_that_the_host_does_not_have_is_refused(tmp_path: Path) -> None:
     """The error is gloo's, and names the interface."""
-    outcome, *_ = launch_ranks(fit_on_an_interface, 2, env=by_hand_env(2, free_port()))
+    outcome, *_ = fit_on(2, tmp_path, Net(), strategy={"interface": "eth99"})
     assert "Unable to find address for: eth99" in outcome.failure.message, outcome.story()
 
 

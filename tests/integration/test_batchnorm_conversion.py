@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_ddp_ext import SyncBatchNorm, SyncBatchNormConversion, convert_sync_batchnorm
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from tests.harness.ranks import launch_ranks, run_ranks
-from tests.harness.training import Batch, Kind, Net, fit, on_ranks, stock_group
+from tests.harness.training import Batch, Kind, Net, fit, fit_on, on_ranks, stock_group
 
 By = Literal["callback", "flag"]  # what converts: our callback, or the Trainer's flag
 
@@ -175,12 +175,6 @@ class Normalised(Net):
         return self.loss([x, y])
 
 
-def train(rank: int, world_size: int, directory: Path, model: Normalised, by_flag: bool) -> None:
-    callbacks = [] if by_flag else [SyncBatchNormConversion()]
-    unused = {"find_unused_parameters": True}
-    fit("ours", directory, model, *callbacks, strategy=unused, sync_batchnorm=by_flag)
-
-
 @pytest.mark.lowest
 @pytest.mark.parametrize(
     ("others", "by_flag", "place_of_rank_0", "place_of_rank_1"),
@@ -201,7 +195,9 @@ def test_ranks_that_run_other_layers_raise(
         f"ranks are in different BatchNorm layers or passes: rank 0 is in the {place_of_rank_0},"
         f" rank 1 is in the {place_of_rank_1}"
     )
-    outcomes = launch_ranks(train, 2, tmp_path, Normalised(others), by_flag)
+    callbacks = [] if by_flag else [SyncBatchNormConversion()]
+    options = {"strategy": {"find_unused_parameters": True}, "sync_batchnorm": by_flag}
+    outcomes = fit_on(2, tmp_path, Normalised(others), *callbacks, **options)
     assert "BatchNormError" in [outcome.failure.type_name for outcome in outcomes]
     for outcome in outcomes:
         assert message in outcome.failure.message

@@ -437,17 +437,7 @@ def test_a_layer_that_cannot_be_averaged_is_named(
     tmp_path: Path,
 ) -> None:
     """All ranks raise, and the error has the remedy."""
-    for error in training.on_ranks("ours", fail, tmp_path, model, options):
+    for outcome in training.fit_on(2, tmp_path, model("ours"), **options):
+        assert isinstance(outcome.failure.exception, DDPExtError), outcome.story()
         for message in messages:
-            assert message in error
-
-
-def fail(
-    kind: training.Kind,
-    directory: Path,
-    make_model: Callable[[training.Kind], training.Net],
-    options: dict[str, Any],
-) -> str:
-    with pytest.raises(DDPExtError) as raised:
-        training.fit(kind, directory, make_model(kind), **options)
-    return str(raised.value)
+            assert message in outcome.failure.message

@@ -27,7 +27,6 @@ from tests.harness.ranks import stories
 from tests.harness.scripts import print_line
 from tests.integration import early_ends
 from tests.integration.early_ends import BATCHES, EPOCHS, FaultyIO, Kill, Net, Plan
-from tests.supervision import model as supervision
 
 # Steps before the kills; a survivor may also finish the step in which another rank dies.
 FINISHED = 5
@@ -128,9 +127,7 @@ def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path)
     ("fault", "report"),
     [
         pytest.param(fill_disk, "No space left on device", id="full disk"),
-        pytest.param(
-            supervision.wait_for_ever, "will finish writing its checkpoint", id="stuck disk"
-        ),
+        pytest.param(training.wait_for_ever, "will finish writing its checkpoint", id="stuck disk"),
     ],
 )
 def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(

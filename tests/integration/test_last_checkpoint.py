@@ -15,7 +15,6 @@ from tests.harness import training
 from tests.harness.ranks import free_port
 from tests.integration import checkpointing
 from tests.integration.checkpointing import Net
-from tests.integration.continuing import signalled
 
 
 def last_on_rank_zero(kind: training.Kind, directory: Path) -> dict[str, Any]:
@@ -67,7 +66,7 @@ def run_command(
 
 def run_until_stopped(kind: training.Kind, directory: Path, kept: Path) -> CommandRun:
     """Send SIGTERM to rank 1 in the second epoch."""
-    stop = signalled("on_train_batch_end", STEPS + 1, ranks=[1])
+    stop = training.signalled("on_train_batch_end", STEPS + 1, ranks=[1])
     return run_command(kind, directory, kept, stop)
 
 

@@ -29,7 +29,6 @@ from lightning_ddp_ext import (
 )
 from tests.harness import training
 from tests.harness.training import Net
-from tests.supervision import model as supervision
 
 LIBRARIES = ("lightning.", "torch.utils.data")
 # Parts of the names of classes whose objects hold data or results.
@@ -112,10 +111,10 @@ RUNS: dict[str, tuple[str, Callable[[], L.Callback]]] = {
     "validate": ("validate", L.Callback),
     "test": ("test", L.Callback),
     "predict": ("predict", L.Callback),
-    "stopped": ("fit", partial(training.At, BATCH_END, supervision.terminate)),
-    "failed": ("fit", partial(training.At, BATCH_END, supervision.boom)),
-    "interrupted": ("fit", partial(training.At, BATCH_END, supervision.interrupt)),
-    "interrupted in setup": ("fit", partial(training.At, "setup", supervision.interrupt)),
+    "stopped": ("fit", partial(training.signalled, BATCH_END)),
+    "failed": ("fit", partial(training.At, BATCH_END, training.boom)),
+    "interrupted": ("fit", partial(training.At, BATCH_END, training.interrupt)),
+    "interrupted in setup": ("fit", partial(training.At, "setup", training.interrupt)),
     "fit after failures": ("fit", L.Callback),
 }
 
@@ -145,7 +144,7 @@ def parts_of_run(
         enable_checkpointing=True,
     )
     model = Net()
-    with suppress(supervision.BoomError, SystemExit):
+    with suppress(training.BoomError, SystemExit):
         getattr(trainer, run)(model)
     loaders = [trainer.train_dataloader, trainer.val_dataloaders]
     used = [trainer, strategy, model, *trainer.optimizers, *filter(None, loaders)]

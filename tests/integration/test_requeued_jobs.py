@@ -8,6 +8,7 @@ import pytest
 
 from tests.harness.environment import Environment, by_srun
 from tests.harness.ranks import Outcome, launch_ranks
+from tests.harness.training import signalled
 from tests.integration import continuing
 
 
@@ -24,7 +25,7 @@ def train(
 
     If ``is_stopped``, the signal that announces the time limit of a job stops the run.
     """
-    time_limit = continuing.signalled("on_train_batch_end", 1, signal.SIGUSR1, ranks=[1])
+    time_limit = signalled("on_train_batch_end", 1, signal.SIGUSR1, ranks=[1])
     run = continuing.Training(continuing.shuffled(), directory, strategy=strategy).run(
         max_epochs=2,
         callbacks=[time_limit] if is_stopped else [],

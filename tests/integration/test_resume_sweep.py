@@ -28,6 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistributedSampler
 from tests.harness import sweeps
+from tests.harness.training import signalled
 from tests.integration import continuing
 from tests.integration.continuing import Backwards, Run, Step
 
@@ -284,7 +285,7 @@ def play_to_stop(case: Case, rank: int, ranks: int, place: Path) -> Played:
     done = case.steps_until(case.stop, epoch, ranks)
     if case.stop in SIGNALS:
         calls = 2 * epoch if case.stop == "sigval" else done - 1
-        stopping = continuing.signalled(f"on_{HOOKS[case.stop]}", calls, ranks=[epoch % ranks])
+        stopping = signalled(f"on_{HOOKS[case.stop]}", calls, ranks=[epoch % ranks])
         stopped = training.run(default_root_dir=place, callbacks=[stopping])
         whole = training.run()
         done = len(stopped.steps)  # the ranks may agree on a later stop

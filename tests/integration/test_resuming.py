@@ -27,6 +27,7 @@ from tests.harness.training import (
     make_trainer,
     on_both,
     on_ranks,
+    signalled,
 )
 from tests.integration import continuing
 from tests.integration.continuing import Numbers, Run, Stream, Training
@@ -220,7 +221,7 @@ def stop_before_first_batch(rank: int, world_size: int, directory: Path) -> str:
     options = {"max_epochs": 2, "default_root_dir": directory / "run"}
     training = Training(continuing.shuffled(SAMPLES), directory, options=options)
     whole = training.run()
-    stopped = training.run(callbacks=[continuing.signalled("on_train_epoch_start", earlier=1)])
+    stopped = training.run(callbacks=[signalled("on_train_epoch_start", earlier=1)])
     assert stopped.status is not None
     loads = At("setup", lambda trainer: trainer.estimated_stepping_batches)
     resumed = training.run(ckpt_path="last", callbacks=[loads])

@@ -18,6 +18,7 @@ from lightning_ddp_ext import (
     RankZeroCheckpointIO,
 )
 from tests.harness import ranks, training
+from tests.harness.ranks import Outcome
 from tests.harness.training import Net
 from tests.integration import checkpointing
 
@@ -190,31 +191,32 @@ def add_waits(trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
     checkpoint["waits"] = Waits()
 
 
-def save_slowly(rank: int, world_size: int, directory: Path, save_deadline: float) -> None:
-    save = training.At(
-        "on_train_epoch_end", lambda trainer: trainer.save_checkpoint(directory / "it.ckpt")
-    )
+def kill_rank_1_during_save(directory: Path, *, is_released: bool, save_deadline: float) -> Outcome:
+    """Kill rank 1 while rank 0 saves, which it does until it is released; return the end of
+    rank 0.
+    """
+    save = partial(L.Trainer.save_checkpoint, filepath=directory / "it.ckpt")
+    callbacks = [
+        LambdaCallback(on_save_checkpoint=add_waits),
+        training.At("on_train_epoch_end", save),
+    ]
     strategy = {"save_deadline": save_deadline, "stop_checkpoint": None}
-    slow = LambdaCallback(on_save_checkpoint=add_waits)
-    training.fit("ours", directory, Net(), slow, save, strategy=strategy, max_epochs=1)
-
-
-def kill_rank_1_during_save(processes: ranks.RankProcesses) -> None:
-    """Kill rank 1 while rank 0 saves, which it does until it is released."""
-    processes.wait_for("saving", rank=0)
-    processes.kill(1)
-    processes.wait_for_output(
-        "This rank will finish writing its checkpoint before it exits", rank=0
-    )
+    with training.start_fit(2, directory, Net(), *callbacks, strategy=strategy) as processes:
+        processes.wait_for("saving", rank=0)
+        processes.kill(1)
+        processes.wait_for_output(
+            "This rank will finish writing its checkpoint before it exits", rank=0
+        )
+        if is_released:
+            processes.release(0)
+        outcome, _ = processes.wait()
+    assert outcome.exit_code != 0
+    return outcome
 
 
 def test_a_save_is_finished_when_another_rank_dies(tmp_path: Path) -> None:
     """Rank 0 finishes its save, which needs no other rank, and then exits."""
-    with ranks.RankProcesses(save_slowly, 2, tmp_path, save_deadline=60) as processes:
-        kill_rank_1_during_save(processes)
-        processes.release(0)
-        outcome, _ = processes.wait()
-    assert outcome.exit_code != 0
+    outcome = kill_rank_1_during_save(tmp_path, is_released=True, save_deadline=60)
     assert "rank 1" in outcome.failure.message
     assert torch.load(tmp_path / "it.ckpt", weights_only=False)["global_step"] == 4
     assert not list(tmp_path.glob(".ddpx-*.partial"))
@@ -222,10 +224,7 @@ def test_a_save_is_finished_when_another_rank_dies(tmp_path: Path) -> None:
 
 def test_a_save_that_takes_too_long_when_another_rank_dies_is_given_up(tmp_path: Path) -> None:
     """Rank 0 exits after ``save_deadline`` seconds, and there is no checkpoint."""
-    with ranks.RankProcesses(save_slowly, 2, tmp_path, save_deadline=1) as processes:
-        kill_rank_1_during_save(processes)
-        outcome, _ = processes.wait()
-    assert outcome.exit_code != 0
+    kill_rank_1_during_save(tmp_path, is_released=False, save_deadline=1)
     assert not (tmp_path / "it.ckpt").exists()
 
 

@@ -19,7 +19,6 @@ from tests.harness import ranks, training
 from tests.harness.environment import free_port
 from tests.harness.scripts import run_script
 from tests.harness.training import Net
-from tests.supervision import model as supervision
 
 HOOKS = ("setup", "on_train_batch_start", "on_train_batch_end", "on_validation_epoch_end")
 
@@ -29,8 +28,8 @@ def continue_after_each(kind: training.Kind, directory: Path) -> int:
     fit.
     """
     for hook in HOOKS:
-        with pytest.raises(supervision.BoomError):
-            training.fit(kind, directory, Net(), training.At(hook, supervision.boom))
+        with pytest.raises(training.BoomError):
+            training.fit(kind, directory, Net(), training.At(hook, training.boom))
     return training.fit(kind, directory, Net()).global_step
 
 

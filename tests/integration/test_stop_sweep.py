@@ -24,7 +24,7 @@ from lightning.pytorch.core import hooks
 
 from tests.harness import sweeps
 from tests.harness.ranks import run_ranks
-from tests.harness.training import Net, make_strategy, make_trainer
+from tests.harness.training import Net, make_strategy, make_trainer, signalled
 from tests.integration import continuing
 
 
@@ -322,7 +322,7 @@ def stop_evaluations(rank: int, world_size: int, directory: Path) -> list[Any]:
     """Send SIGTERM to rank 1 in each evaluation; return their exit statuses."""
     statuses = []
     for function, hook in EVALUATIONS.items():
-        stop = continuing.signalled(hook, ranks=[1])
+        stop = signalled(hook, ranks=[1])
         strategy = make_strategy("ours", directory)
         trainer = make_trainer(strategy, callbacks=[stop], default_root_dir=directory / "run")
         with pytest.raises(SystemExit) as end:

@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.harness import ranks
 from tests.harness.scripts import run_script
+from tests.harness.training import signalled
 from tests.integration import continuing
 
 SIGTERM_STATUS = 128 + signal.SIGTERM
@@ -73,7 +74,7 @@ def begin_of(run: continuing.Run) -> str:
 
 def stop_rank_one() -> L.Callback:
     """Return a callback that sends SIGTERM to rank 1 in the second step."""
-    return continuing.signalled("on_train_batch_end", 1, ranks=[1])
+    return signalled("on_train_batch_end", 1, ranks=[1])
 
 
 def run_twice(rank: int, world_size: int, directory: Path, name: str) -> None:
@@ -117,7 +118,7 @@ def run_alone(
     sys.argv = ["train.py", *words]
     command = continuing.Training(continuing.shuffled(), directory, devices=1)
     run = command.run(
-        callbacks=[continuing.signalled("on_train_batch_end", 1)] if stops else [],
+        callbacks=[signalled("on_train_batch_end", 1)] if stops else [],
         ckpt_path=ckpt_path,
         logger=True,
         enable_checkpointing=True,

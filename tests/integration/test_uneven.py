@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import SamplingError, ScalableDistributedSampler
-from lightning_ddp_ext.errors import ConfigurationError
 from tests.harness.ranks import run_ranks
-from tests.harness.training import Net, make_strategy, make_trainer, warnings_with
+from tests.harness.training import Net, fit_on, warnings_with
 from tests.integration import continuing
 from tests.integration.continuing import Numbers, Run, Training, generations
 
@@ -292,22 +291,16 @@ class Counting(Net):
         return []
 
 
-def count_too_early(rank: int, world_size: int, directory: Path) -> str:
-    trainer = make_trainer(make_strategy("ours", directory, **STOP))
-    with pytest.raises(ConfigurationError) as caught:
-        trainer.fit(Counting())
-    return str(caught.value)
-
-
 def test_lengths_that_the_ranks_cannot_compare_yet_are_refused(tmp_path: Path) -> None:
     """The error names a hook that runs after the ranks have connected.
 
     `configure_callbacks` runs before.
     """
-    for error in run_ranks(count_too_early, 2, tmp_path):
+    for outcome in fit_on(2, tmp_path, Counting(), strategy=STOP):
+        assert outcome.failure.type_name == "ConfigurationError", outcome.story()
         assert (
             "configure_callbacks runs before they connect; read estimated_stepping_batches in setup"
-            in error
+            in outcome.failure.message
         )
 
 

@@ -5,15 +5,16 @@ The forking process has imported everything already; every test fails if one of 
 processes is left.
 """
 
+import os
 import signal
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import lightning_ddp_ext as ddpx
-from tests.harness.ranks import RankProcesses, rank_name
-from tests.harness.training import At, Net
-from tests.supervision import model
+from tests.harness.ranks import RankProcesses, announce, rank_name
+from tests.harness.training import At, Net, boom, die, in_step, make_trainer, wait_for_ever
 
 
 def train(rank: int, world_size: int, directory: Path, *faults: At, endless: bool = False) -> None:
@@ -27,7 +28,11 @@ def train(rank: int, world_size: int, directory: Path, *faults: At, endless: boo
         "default_root_dir": directory,
     }
     strategy = ddpx.DDPExtStrategy(start_method="fork", save_deadline=5)
-    model.make_trainer(2, strategy, *faults, **options).fit(Net())
+    make_trainer(strategy, callbacks=[*faults], **options).fit(Net())
+
+
+def announce_step(*_: object) -> None:
+    announce("at work", (dist.get_rank(), os.getpid()))
 
 
 def pids_of_ranks(launching: RankProcesses) -> dict[int, int]:
@@ -43,7 +48,7 @@ def leave(*_: object) -> None:
     ("faults", "culprit", "sentences"),
     [
         pytest.param(
-            [model.in_step(model.boom, 1)],
+            [in_step(boom, 1)],
             1,
             [
                 "[rank 0] RankFailedError: {} failed, so this rank stops: BoomError: no such layer",
@@ -52,7 +57,7 @@ def leave(*_: object) -> None:
             id="raises",
         ),
         pytest.param(
-            [model.in_step(model.wait_for_ever, 0), model.in_step(model.die, 1)],
+            [in_step(wait_for_ever, 0), in_step(die, 1)],
             1,
             [
                 "[rank 0] RankDiedError: {} died: its process ended unexpectedly; every rank stops.",
@@ -61,7 +66,7 @@ def leave(*_: object) -> None:
             id="dies",
         ),
         pytest.param(
-            [model.in_step(leave)],
+            [in_step(leave)],
             0,
             ["errors.RankFailedError: local {} exited with status 0 before it finished its work;"],
             id="exits with status 0",
@@ -74,7 +79,7 @@ def test_the_launching_process_names_a_rank_that_ends_early(
     """It raises the exception of the rank, or an error with the reason; a rank in its step
     prints a line.
     """
-    start = At("setup", model.announce_step)
+    start = At("setup", announce_step)
     with RankProcesses(train, 1, tmp_path, start, *faults) as launching:
         pids = pids_of_ranks(launching)
         (outcome,) = launching.wait()
@@ -97,7 +102,7 @@ def test_a_signal_to_the_launching_process_alone_ends_the_ranks(
 
     In a notebook, only the kernel gets Ctrl-C, not its children.
     """
-    in_third_step = At("on_train_batch_start", model.announce_step, earlier=2)
+    in_third_step = At("on_train_batch_start", announce_step, earlier=2)
     with RankProcesses(train, 1, tmp_path, in_third_step, endless=True) as launching:
         pids_of_ranks(launching)
         launching.kill(0, number)

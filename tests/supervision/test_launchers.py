@@ -54,21 +54,21 @@ if started is not None:
     if started == 1 and "stays" in sys.argv:
         threading.Event().wait()
 
-from tests.harness.training import Net
-from tests.supervision import model
+import lightning_ddp_ext
+from tests.harness import training
 
 AFTER_FIT = {
-    "lingers": model.wait_for_another_ranks_end,
-    "raises": model.boom,
-    "dies": model.die,
+    "lingers": training.wait_for_another_ranks_end,
+    "raises": training.boom,
+    "dies": training.die,
 }
 
 
 def main(strategy, end):
-    trainer = model.make_trainer(2, strategy, limit_val_batches=0)
+    trainer = training.make_trainer(strategy, max_epochs=1, limit_val_batches=0)
     if end in AFTER_FIT:
         atexit.register(print, "exit handlers ran")  # buffered, and registered before ours
-    trainer.fit(Net())
+    trainer.fit(training.Net())
     if trainer.global_rank == 1 and end in AFTER_FIT:
         AFTER_FIT[end]()
     print_line(f"rank {trainer.global_rank} is at the end")

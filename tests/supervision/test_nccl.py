@@ -14,9 +14,8 @@ import torch.distributed as dist
 from lightning_ddp_ext.errors import RankDiedError
 from lightning_ddp_ext.integration.strategy_ranks import ranks_of
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups
-from tests.harness.ranks import RankProcesses, hold
+from tests.harness.ranks import RankProcesses, error_of, hold
 from tests.harness.training import At, Net, fit
-from tests.supervision.model import error_of
 
 
 class LikeNCCL:
