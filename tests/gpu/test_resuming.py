@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.gpu.placement import (
+from tests.gpu.conftest import (
     ALONE,
     GLOO,
     GPU,
@@ -96,9 +96,8 @@ def weights_after(
     """Run the plan on ranks started by hand, again after each kill; return the weights
     of each rank.
     """
-    may_lose = placement.backend == NCCL
-    env = placement.variables
-    return early_ends.survive(2, plan, kills, directory, may_lose=may_lose, env=env)
+    options = {"may_lose": placement.backend == NCCL, "env": placement.variables}
+    return early_ends.survive(2, plan, kills, directory, **options)
 
 
 AFTER_BACKWARD = Kill("on_after_backward", 9, [0])

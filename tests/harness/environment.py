@@ -22,7 +22,6 @@ _NEED_EVERYTHING = "DDPX_TESTS_NEED_EVERYTHING"
 # In the environment of every process that a test run starts; that of a script begins
 # with that of the test run.
 MARK = "TEST_HARNESS_MARK"
-_SECONDS_BETWEEN_LOOKS = 0.1
 
 # Variables for ranks: a value for all ranks, a function of the rank, or None for a
 # variable that must be unset.
@@ -120,19 +119,6 @@ def skip_because(reason: str | None) -> None:
     if os.environ.get(_NEED_EVERYTHING):
         pytest.fail(f"this test must run, because {_NEED_EVERYTHING} is set: {reason}")
     pytest.skip(reason)
-
-
-def wait_until(
-    condition: Callable[[], object], otherwise: Callable[[], str], seconds: float
-) -> None:
-    """Fail with a text if a condition is not met within some seconds.
-
-    For conditions outside of this process, which nothing announces.
-    """
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, otherwise()
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
 def marked(mark: str) -> list[psutil.Process]:

@@ -354,12 +354,14 @@ def _on_side(
 
 
 @contextmanager
-def stock_group(rank: int, world_size: int, directory: Path) -> Iterator[None]:
+def stock_group(
+    rank: int, world_size: int, directory: Path, backend: str = "gloo"
+) -> Iterator[None]:
     """Open and close the default process group as users may do; stock ``ddp`` uses it,
     so it needs no free port.
     """
     dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size
+        backend, init_method=f"file://{directory}/store", rank=rank, world_size=world_size
     )
     yield
     gc.collect()
