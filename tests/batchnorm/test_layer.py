@@ -11,8 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm
-from lightning_ddp_ext.errors import BatchNormError, ConfigurationError
+from lightning_ddp_ext import (
+    BatchNormError,
+    ConfigurationError,
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+)
 from tests.harness.ranks import run_ranks
 from tests.harness.training import stock_group
 

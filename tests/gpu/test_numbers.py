@@ -27,11 +27,11 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_ddp_ext import (
+    BatchNormError,
     RankZeroCheckpointIO,
     SyncBatchNorm,
     gather_predictions,
 )
-from lightning_ddp_ext.errors import BatchNormError
 from tests.batchnorm.test_joined_batch import Way, all_deviations
 from tests.gpu.conftest import (
     GPU,

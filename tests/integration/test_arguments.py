@@ -15,12 +15,13 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_ddp_ext import (
+    ConfigurationError,
+    DDPExtError,
     DDPExtStrategy,
     RankConsistency,
     RankDebugger,
     SamplerEpochSeeding,
 )
-from lightning_ddp_ext.errors import ConfigurationError, DDPExtError
 from tests.harness.environment import by_srun, environment_of
 from tests.harness.training import Net, fit_on, make_trainer
 

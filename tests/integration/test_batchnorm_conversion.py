@@ -11,8 +11,13 @@ from typing import Any, Literal
 import pytest
 from torch import Tensor, nn
 
-from lightning_ddp_ext import SyncBatchNorm, SyncBatchNormConversion, convert_sync_batchnorm
-from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
+from lightning_ddp_ext import (
+    ConfigurationError,
+    RankFailedError,
+    SyncBatchNorm,
+    SyncBatchNormConversion,
+    convert_sync_batchnorm,
+)
 from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.training import Batch, Kind, Net, fit, fit_on, on_ranks, stock_group
 

@@ -16,7 +16,6 @@ from lightning_ddp_ext import (
     RankZeroCheckpointIO,
 )
 from tests.harness import training
-from tests.harness.training import Net
 from tests.integration import checkpointing
 
 LARGE = 16 << 20  # bytes, which a background save still writes when the test starts to read
@@ -39,7 +38,7 @@ def files_at_every_step(
     callbacks = [saver, LambdaCallback(on_train_batch_end=list_files)]
     io = checkpointing.make_io(is_background=True)
     # In each epoch, a rank has four steps.
-    checkpointing.trainer_for(kind, directory, io, callbacks, max_epochs=3).fit(Net())
+    checkpointing.trainer_for(kind, directory, io, callbacks, max_epochs=3).fit(training.Net())
     return names
 
 
@@ -72,7 +71,7 @@ def files_after_a_failure(kind: training.Kind, directory: Path) -> list[str]:
     io = checkpointing.FailsWhenAwaited(lambda path: path.endswith("step=2.ckpt"))
     trainer = checkpointing.trainer_for(kind, directory, io, [saver], max_epochs=1)
     with pytest.raises(CheckpointSaveError) as caught:
-        trainer.fit(Net())
+        trainer.fit(training.Net())
     return [str(caught.value).partition(";")[0], *(path.name for path in kept.glob("step=*"))]
 
 
@@ -106,7 +105,7 @@ def read_while_writing(kind: training.Kind, directory: Path) -> None:
     save = training.At("on_train_epoch_end", lambda trainer: trainer.save_checkpoint(path))
     read = training.At("on_train_epoch_end", lambda trainer: trainer.strategy.load_checkpoint(path))
     trainer = checkpointing.trainer_for(kind, directory, io, [enlarge, save, read], max_epochs=1)
-    trainer.fit(Net())
+    trainer.fit(training.Net())
 
 
 @pytest.mark.parametrize("kind", training.KINDS)
@@ -141,7 +140,7 @@ def save_the_best(kind: training.Kind, directory: Path) -> dict[str, Any]:
         kind, dirpath=directory / "all", filename="{step}", every_n_train_steps=1
     )
     callbacks = [Scores(), best, every_step]
-    checkpointing.trainer_for(kind, directory, None, callbacks, max_epochs=4).fit(Net())
+    checkpointing.trainer_for(kind, directory, None, callbacks, max_epochs=4).fit(training.Net())
     return best.state_dict()
 
 
@@ -177,7 +176,7 @@ def test_the_callback_also_works_on_a_single_device(plugins: list[Any], tmp_path
         enable_checkpointing=True,
         max_epochs=1,
     )
-    trainer.fit(Net())
+    trainer.fit(training.Net())
     io = trainer.strategy.checkpoint_io
     assert io in plugins or type(io) is RankZeroCheckpointIO
     assert torch.load(callback.best_model_path)["epoch"] == 0

@@ -9,8 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from lightning_ddp_ext import DDPExtStrategy
-from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext import ConfigurationError, DDPExtStrategy
 from tests.harness import training
 
 

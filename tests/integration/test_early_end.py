@@ -23,7 +23,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from tests.harness import ranks, training
-from tests.harness.ranks import stories
 from tests.harness.scripts import print_line
 from tests.integration import early_ends
 from tests.integration.early_ends import BATCHES, EPOCHS, FaultyIO, Kill, Net, Plan
@@ -119,7 +118,7 @@ def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path)
     plan = Plan(RANK_ZERO_IN_SIXTH_STEP, strategy={"checkpoint_io": io})
     outcomes = ranks.launch_ranks(early_ends.train, 3, plan, tmp_path)
     exit_codes = sorted(outcome.exit_code for outcome in outcomes)
-    assert exit_codes == [-signal.SIGKILL, -signal.SIGKILL, 1], stories(outcomes)
+    assert exit_codes == [-signal.SIGKILL, -signal.SIGKILL, 1], ranks.stories(outcomes)
     assert early_ends.saved_step(tmp_path) >= FINISHED
 
 
@@ -232,7 +231,7 @@ def test_a_batch_is_repeated_as_a_whole_if_a_second_optimiser_fails(
     """The first optimiser's step in it is saved, and made again."""
     fails = Kill("on_before_backward", earlier=9, by=by)  # in the fifth batch
     failed = ranks.launch_ranks(early_ends.train, 2, Plan(fails, model=TwoOptimizers), tmp_path)
-    assert any("saved step 9 to" in outcome.output for outcome in failed), stories(failed)
+    assert any("saved step 9 to" in outcome.output for outcome in failed), ranks.stories(failed)
     resumed, _ = ranks.launch_ranks(early_ends.train, 2, Plan(model=TwoOptimizers), tmp_path)
     assert resumed.exit_code == 0, resumed.story()
     batches = re.findall(r"^batch (\d+)$", resumed.output, re.MULTILINE)

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from lightning_ddp_ext import DDPExtStrategy
 from tests.harness import training
 from tests.harness.ranks import RankProcesses, announce, free_port, hold, run_ranks
-from tests.harness.training import Net
 
 
 def resources_of_trainers(
@@ -29,7 +28,7 @@ def resources_of_trainers(
     for number in range(5):
         interface = None if is_destroyed or number % 2 else "lo"
         strategy = DDPExtStrategy(f"file://{directory}/store", interface=interface)
-        training.make_trainer(strategy, max_steps=1).fit(Net())
+        training.make_trainer(strategy, max_steps=1).fit(training.Net())
         if is_destroyed:
             dist.destroy_process_group()
         gc.collect()
@@ -68,7 +67,7 @@ def kept_by_late_start(rank: int, world_size: int, url: str) -> list[str]:
     else:
         sys.addaudithook(announce_second_attempt)
     trainer = training.make_trainer(DDPExtStrategy(url), max_steps=1)
-    model = Net()
+    model = training.Net()
     parts = [weakref.ref(part) for part in (trainer, trainer.strategy, model)]
     trainer.fit(model)
     del trainer, model
@@ -85,7 +84,7 @@ def test_a_rank_that_was_refused_at_first_frees_its_trainer() -> None:
         assert [outcome.result for outcome in ranks.wait()] == [[], []]
 
 
-class Reloaded(Net):
+class Reloaded(training.Net):
     """Makes a new loader for each epoch; counts the datasets in memory when it starts."""
 
     def __init__(self) -> None:

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_ddp_ext import DDPExtStrategy, ExactDistributedSampler
-from lightning_ddp_ext.errors import SamplingError
+from lightning_ddp_ext import DDPExtStrategy, ExactDistributedSampler, SamplingError
 from lightning_ddp_ext.integration.data.predictions import gather_predictions
 from tests.harness import ranks, training
 from tests.harness.environment import Network

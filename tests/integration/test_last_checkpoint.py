@@ -14,7 +14,6 @@ from tests.checkpoint.content import flip
 from tests.harness import training
 from tests.harness.ranks import free_port
 from tests.integration import checkpointing
-from tests.integration.checkpointing import Net
 
 
 def last_on_rank_zero(kind: training.Kind, directory: Path) -> dict[str, Any]:
@@ -60,7 +59,7 @@ def run_command(
     options = {"max_epochs": EPOCHS, "default_root_dir": directory}
     trainer = checkpointing.trainer_for(kind, directory, io, [begin, saver, *callbacks], **options)
     with suppress(SystemExit):
-        trainer.fit(Net(), ckpt_path="last")
+        trainer.fit(checkpointing.Net(), ckpt_path="last")
     return CommandRun(begun[0], trainer.global_step)
 
 

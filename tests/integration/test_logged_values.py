@@ -17,8 +17,7 @@ from torch.distributed import ReduceOp
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext import DDPExtError, DivergenceError
-from lightning_ddp_ext.errors import RankAbsentError
+from lightning_ddp_ext import DDPExtError, DivergenceError, RankAbsentError
 from tests.harness.training import (
     Batch,
     Kind,

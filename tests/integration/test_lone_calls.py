@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_ext import DDPExtStrategy
-from lightning_ddp_ext.errors import RankAbsentError, RankFailedError
+from lightning_ddp_ext import DDPExtStrategy, RankAbsentError, RankFailedError
 from tests.harness import ranks, training
 from tests.harness.ranks import Outcome, stories
 from tests.harness.training import Net

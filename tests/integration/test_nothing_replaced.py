@@ -28,7 +28,6 @@ from lightning_ddp_ext import (
     SyncBatchNormConversion,
 )
 from tests.harness import training
-from tests.harness.training import Net
 
 LIBRARIES = ("lightning.", "torch.utils.data")
 # Parts of the names of classes whose objects hold data or results.
@@ -82,7 +81,7 @@ def replaced_in_runs(kind: training.Kind, directory: Path) -> list[set[str]]:
     trainer = training.make_trainer(
         training.make_strategy(kind, directory), callbacks=callbacks, enable_checkpointing=True
     )
-    model = Net()
+    model = training.Net()
     trainer.fit(model)
     assert not replaced_methods(trainer)
     trainer.test(model)
@@ -143,7 +142,7 @@ def parts_of_run(
         default_root_dir=directory,
         enable_checkpointing=True,
     )
-    model = Net()
+    model = training.Net()
     with suppress(training.BoomError, SystemExit):
         getattr(trainer, run)(model)
     loaders = [trainer.train_dataloader, trainer.val_dataloaders]
@@ -187,7 +186,7 @@ def use_copies(kind: training.Kind, directory: Path, make_copy: Any) -> dict[str
     """
     warnings.simplefilter("ignore")
     copying = training.At("on_train_batch_end", copy.deepcopy)
-    copied = make_copy(training.fit(kind, directory, Net(), copying))
+    copied = make_copy(training.fit(kind, directory, training.Net(), copying))
     model: Any = copied.lightning_module
     tested = copied.test(model, verbose=False)
     copied.fit_loop.max_epochs = 3

@@ -12,7 +12,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_ddp_ext import DDPExtStrategy
 from tests.harness import training
 from tests.harness.ranks import free_port, run_ranks
-from tests.harness.training import Net
 
 
 class CountingIO(TorchCheckpointIO):
@@ -37,9 +36,9 @@ def save_and_resume(kind: training.Kind, directory: Path) -> dict[str, Any]:
     path = directory / "end.ckpt"
     plugins = [AsyncCheckpointIO(io)]
     save = training.At("on_train_end", lambda trainer: trainer.save_checkpoint(path))
-    trainer = training.fit(kind, directory, Net(), save, plugins=plugins)
+    trainer = training.fit(kind, directory, training.Net(), save, plugins=plugins)
     trainer.strategy.barrier()  # rank 0 has written its file
-    model = Net()
+    model = training.Net()
     training.fit(kind, directory, model, ckpt_path=path, plugins=plugins, max_epochs=3)
     return {"calls": io.calls, "weights": training.weights(model)}
 
@@ -84,7 +83,7 @@ class HouseEnvironment(LightningEnvironment):
 def train_in_the_house(rank: int, world_size: int, strategy: type[DDPStrategy]) -> dict[str, Any]:
     """Return the rank, what the environment has validated, and the weights."""
     L.seed_everything(1)
-    model = Net()
+    model = training.Net()
     environment = HouseEnvironment()
     trainer = training.make_trainer(strategy(), plugins=[environment])
     trainer.fit(model)

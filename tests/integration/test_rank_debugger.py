@@ -19,13 +19,12 @@ from debugpy.common.messaging import JsonIOStream, JsonMessageChannel
 
 from lightning_ddp_ext import ConfigurationError, RankDebugger
 from tests.harness import ranks, training
-from tests.harness.training import Net
 
 STDIN = 0
 LIMIT = 4.0  # seconds, of collectives
 
 
-class Secretive(Net):
+class Secretive(training.Net):
     """Has a number in a variable of each step; may stop rank 1 in the first one.
 
     Args:
@@ -138,7 +137,7 @@ def debug_rank_3(rank: int, world_size: int) -> str:
     with pytest.raises(ConfigurationError) as caught:
         training.make_trainer(
             "ddp_ext", devices=1, callbacks=[RankDebugger(0), RankDebugger(3)]
-        ).fit(Net())
+        ).fit(training.Net())
     return str(caught.value)
 
 

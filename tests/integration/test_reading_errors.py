@@ -17,7 +17,6 @@ from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.checkpoint.content import flip, without_checksums
 from tests.harness import training
 from tests.integration import checkpointing
-from tests.integration.checkpointing import Net
 
 
 @pytest.fixture
@@ -78,7 +77,7 @@ FAULTS = [
         "CheckpointError",
     ),
     Fault(
-        lambda path: torch.save(Net().state_dict(), path),
+        lambda path: torch.save(checkpointing.Net().state_dict(), path),
         "call model.load_state_dict(torch.load('",
         "CheckpointError",
     ),
@@ -95,7 +94,7 @@ def refused(kind: training.Kind, directory: Path, files: list[Path], is_mapped: 
             kind, directory, RankZeroCheckpointIO(weights_only=weights_only)
         )
         with pytest.raises(Exception) as caught:  # noqa: PT011
-            trainer.test(Net(), ckpt_path=path, verbose=False)
+            trainer.test(checkpointing.Net(), ckpt_path=path, verbose=False)
         errors.append(f"{caught.type.__name__}: {caught.value}")
     return errors
 
@@ -121,7 +120,7 @@ def warned(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) ->
     path = checkpointing.reachable(path, directory, is_mapped=is_mapped)
     trainer = checkpointing.trainer_for(kind, directory, RankZeroCheckpointIO())
     with training.warnings_with("checksums") as told:
-        trainer.test(Net(), ckpt_path=path, verbose=False)
+        trainer.test(checkpointing.Net(), ckpt_path=path, verbose=False)
     return told
 
 

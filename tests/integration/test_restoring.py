@@ -16,7 +16,6 @@ from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.checkpoint.content import MAPPED
 from tests.harness import training
 from tests.integration import checkpointing, continuing
-from tests.integration.checkpointing import Net
 
 
 def resumed(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> dict[str, Any]:
@@ -50,7 +49,7 @@ def test_a_run_continues_with_all_that_was_saved(
     training.assert_same(results, [before] * world_size)
 
 
-class SwapsWeights(Net):
+class SwapsWeights(checkpointing.Net):
     """Reads and changes the content before it is loaded."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -103,9 +102,9 @@ def use_the_plugin_alone(kind: training.Kind, directory: Path, path: Path) -> No
         )
         for _ in range(2)
     )
-    alone.test(Net(), ckpt_path=path, verbose=False)
+    alone.test(checkpointing.Net(), ckpt_path=path, verbose=False)
     alone.save_checkpoint(directory / "alone.ckpt")
-    remote.fit(Net())
+    remote.fit(checkpointing.Net())
     remote.save_checkpoint("memory://checkpoints/it.ckpt")
 
 
@@ -118,7 +117,7 @@ def test_the_plugin_serves_a_stock_strategy_alone(tmp_path: Path) -> None:
     path = tmp_path / "it.ckpt"
     checkpointing.train_and_save(path)
     training.on_ranks("stock", use_the_plugin_alone, tmp_path, path)
-    alone = Net.load_from_checkpoint(tmp_path / "stock" / "alone.ckpt")
+    alone = checkpointing.Net.load_from_checkpoint(tmp_path / "stock" / "alone.ckpt")
     training.assert_same(training.weights(alone), torch.load(path)["state_dict"])
 
 

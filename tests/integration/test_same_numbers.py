@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from tests.harness import training
-from tests.harness.training import Net
 
 # Manual optimisation, as Lightning's documentation shows it.
 
 
-class ByHand(Net):
+class ByHand(training.Net):
     """Steps an optimiser by hand."""
 
     def __init__(self) -> None:
@@ -71,7 +70,7 @@ class WithClosure(ByHand):
 class Case(NamedTuple):
     """A model, options of the Trainer and of the strategy."""
 
-    model: type[Net] = Net
+    model: type[training.Net] = training.Net
     trainer: Mapping[str, Any] = {}
     strategy: Mapping[str, Any] = {}
 

@@ -18,8 +18,6 @@ from lightning_ddp_ext import (
     RankZeroCheckpointIO,
 )
 from tests.harness import ranks, training
-from tests.harness.ranks import Outcome
-from tests.harness.training import Net
 from tests.integration import checkpointing
 
 
@@ -40,7 +38,7 @@ def fit_on_full_disk(
     io = checkpointing.make_io(is_background=is_background)
     trainer = checkpointing.trainer_for(kind, directory, io, [saving], max_epochs=epochs)
     with pytest.raises(CheckpointSaveError) as caught:
-        trainer.fit(Net())
+        trainer.fit(training.Net())
     return str(caught.value), trainer.current_epoch
 
 
@@ -83,7 +81,7 @@ def saved_after_a_failure(kind: training.Kind, directory: Path) -> str:
     trainer = checkpointing.trainer_for(
         kind, directory, checkpointing.make_io(is_background=True), max_epochs=1
     )
-    trainer.fit(Net())
+    trainer.fit(training.Net())
     with pytest.raises(CheckpointSaveError) as caught:
         trainer.save_checkpoint("/dev/null/it.ckpt")
     trainer.save_checkpoint(directory / "it.ckpt")
@@ -114,7 +112,7 @@ def raises_in_training(
         [training.At("on_train_batch_start", fail_on_rank_1, earlier=2), callback],
     )
     with pytest.raises((ValueError, DDPExtError)) as caught:
-        trainer.fit(Net())
+        trainer.fit(training.Net())
     return f"{caught.type.__name__}: {caught.value}"
 
 
@@ -155,7 +153,7 @@ def fails_over_nccl(kind: training.Kind, directory: Path) -> list[str]:
     )
     trainer = training.make_trainer(strategy, callbacks=callbacks, enable_checkpointing=True)
     with pytest.raises((ValueError, DDPExtError)) as fitting:
-        trainer.fit(Net())
+        trainer.fit(training.Net())
     with pytest.raises(CheckpointSaveError) as saving:
         trainer.save_checkpoint(earlier)
     return [f"{fitting.type.__name__}: {fitting.value}", str(saving.value)]
@@ -191,7 +189,9 @@ def add_waits(trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
     checkpoint["waits"] = Waits()
 
 
-def kill_rank_1_during_save(directory: Path, *, is_released: bool, save_deadline: float) -> Outcome:
+def kill_rank_1_during_save(
+    directory: Path, *, is_released: bool, save_deadline: float
+) -> ranks.Outcome:
     """Kill rank 1 while rank 0 saves, which it does until it is released; return the end of
     rank 0.
     """
@@ -201,7 +201,9 @@ def kill_rank_1_during_save(directory: Path, *, is_released: bool, save_deadline
         training.At("on_train_epoch_end", save),
     ]
     strategy = {"save_deadline": save_deadline, "stop_checkpoint": None}
-    with training.start_fit(2, directory, Net(), *callbacks, strategy=strategy) as processes:
+    with training.start_fit(
+        2, directory, training.Net(), *callbacks, strategy=strategy
+    ) as processes:
         processes.wait_for("saving", rank=0)
         processes.kill(1)
         processes.wait_for_output(

@@ -13,12 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext import DDPExtStrategy
-from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext import ConfigurationError, DDPExtStrategy
 from tests.harness import ranks, training
 from tests.harness.environment import free_port
 from tests.harness.scripts import run_script
-from tests.harness.training import Net
 
 HOOKS = ("setup", "on_train_batch_start", "on_train_batch_end", "on_validation_epoch_end")
 
@@ -29,8 +27,8 @@ def continue_after_each(kind: training.Kind, directory: Path) -> int:
     """
     for hook in HOOKS:
         with pytest.raises(training.BoomError):
-            training.fit(kind, directory, Net(), training.At(hook, training.boom))
-    return training.fit(kind, directory, Net()).global_step
+            training.fit(kind, directory, training.Net(), training.At(hook, training.boom))
+    return training.fit(kind, directory, training.Net()).global_step
 
 
 def test_ranks_that_catch_an_exception_of_all_train_again(tmp_path: Path) -> None:
@@ -58,7 +56,7 @@ def groups_of_trainers(rank: int, world_size: int, directory: Path) -> list[tupl
     groups = []
     for options, _, _ in IN_TURN:
         ours = None if options is None else training.make_strategy("ours", directory, **options)
-        training.make_trainer(ours or "ddp_ext").fit(Net())
+        training.make_trainer(ours or "ddp_ext").fit(training.Net())
         group: Any = dist.group.WORLD
         if group not in formed:
             formed.append(group)
@@ -76,13 +74,13 @@ def test_a_further_trainer_gets_its_own_timeout_in_the_same_group(tmp_path: Path
 
 def refusal(trainer: L.Trainer) -> str:
     with pytest.raises(ConfigurationError) as refused:
-        trainer.fit(Net())
+        trainer.fit(training.Net())
     return str(refused.value)
 
 
 def fit_then_fit(rank: int, world_size: int, directory: Path) -> tuple[str, str]:
     """Return the errors of Trainers with another device and with another init method."""
-    training.fit("ours", directory, Net())
+    training.fit("ours", directory, training.Net())
     same_place = training.make_strategy("ours", directory)
     elsewhere = training.make_strategy("ours", Path("/elsewhere"))
     return (
@@ -115,7 +113,7 @@ def train_in_turn(
 ) -> dict[str, Any]:
     """Train a model with one strategy after another; return its weights."""
     L.seed_everything(1)
-    model = Net()
+    model = training.Net()
     group = training.stock_group(rank, world_size, directory) if in_stocks_group else nullcontext()
     with group:
         for name in names:
@@ -140,13 +138,13 @@ def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
 def train_again_at_our_address(rank: int, world_size: int) -> int:
     """Train, and then in a group that the script opens by the variables that ours used."""
     trainer = training.make_trainer("ddp_ext")
-    trainer.fit(Net())
+    trainer.fit(training.Net())
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
         assert trainer.log_dir  # without a group, no rank needs the others
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-    training.make_trainer("ddp_ext").fit(Net())
+    training.make_trainer("ddp_ext").fit(training.Net())
     ranks_there = torch.ones(())
     dist.all_reduce(ranks_there)
     dist.destroy_process_group()
@@ -224,7 +222,7 @@ def save_where_ranks_were_started(
     rank: int, world_size: int, directory: Path, strategy: str
 ) -> set[str]:
     """Save a model that other processes have trained; return the keys of the file."""
-    model = Net()
+    model = training.Net()
     trainer = training.make_trainer(strategy, default_root_dir=directory)
     trainer.fit(model)
     trainer.save_checkpoint(directory / "it.ckpt")
@@ -260,7 +258,7 @@ def fit_in_turn(rank: int, world_size: int) -> list[float]:
         strategy = DDPExtStrategy(start_method=start_method)
         look = training.At("on_train_epoch_end", log_ranks)
         trainer = training.make_trainer(strategy, devices=devices, max_epochs=1, callbacks=[look])
-        model = Net()
+        model = training.Net()
         trainer.fit(model)
         seen.append(trainer.callback_metrics["ranks"].item())
         assert trainer.validate(model, verbose=False)[0].keys() == {"val_loss"}

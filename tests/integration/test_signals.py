@@ -20,7 +20,6 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_ddp_ext import RankZeroCheckpoint, RankZeroCheckpointIO
 from tests.harness import ranks, training
-from tests.harness.training import signalled
 from tests.integration import checkpointing, continuing
 
 STEP = "on_train_batch_start"
@@ -64,13 +63,13 @@ def fit(
 
 def signal_rank_one(signum: int = signal.SIGTERM) -> L.Callback:
     """Return a callback that sends a signal to rank 1 in its second step."""
-    return signalled("on_train_batch_end", 1, signum, ranks=[1])
+    return training.signalled("on_train_batch_end", 1, signum, ranks=[1])
 
 
 def test_a_failed_run_ends_in_order_after_a_launchers_sigterm(tmp_path: Path) -> None:
     """The rank names the dead one and exits, and does not announce that it would stop."""
-    kill = signalled(STEP, 1, signal.SIGKILL, ranks=[0])
-    terminate = signalled("on_exception")  # as a launcher does
+    kill = training.signalled(STEP, 1, signal.SIGKILL, ranks=[0])
+    terminate = training.signalled("on_exception")  # as a launcher does
     _, survivor = ranks.launch_ranks(fit, 2, tmp_path, kill, terminate)
     assert survivor.exit_code == 1, survivor.story()
     assert survivor.failure.type_name == "RankDiedError"
@@ -98,7 +97,7 @@ def test_a_save_in_the_background_is_finished_before_the_one_of_the_stop(tmp_pat
 def stop_after_failed_save(rank: int, world_size: int, directory: Path) -> End:
     """Save in the background below a device, and send SIGTERM to rank 1 in this step."""
     save = training.At("on_train_batch_end", lambda trainer: trainer.save_checkpoint(IN_DEVICE))
-    stop = signalled("on_train_batch_end", ranks=[1])
+    stop = training.signalled("on_train_batch_end", ranks=[1])
     strategy = {"checkpoint_io": checkpointing.FailsWhenAwaited(lambda path: path == IN_DEVICE)}
     return fit(rank, world_size, directory, save, stop, strategy=strategy)
 
@@ -231,7 +230,7 @@ def test_sigterm_ends_a_process_after_its_last_step(tmp_path: Path) -> None:
 
 def test_a_second_interrupt_exits_immediately(tmp_path: Path) -> None:
     """A second Ctrl-C has the effect that it has with stock: no checkpoint is saved."""
-    twice = [signalled(STEP, signum=signal.SIGINT) for _ in range(2)]
+    twice = [training.signalled(STEP, signum=signal.SIGINT) for _ in range(2)]
     for end in ranks.run_ranks(fit, 2, tmp_path, *twice):
         assert (end.status, end.checkpoints) == (1, [])
 

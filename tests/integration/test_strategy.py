@@ -13,7 +13,6 @@ import lightning_ddp_ext
 from lightning_ddp_ext import DDPExtStrategy
 from tests.harness import training
 from tests.harness.ranks import launch_ranks
-from tests.harness.training import Net, make_trainer
 
 START_METHODS = {
     "ddp_ext": "popen",
@@ -49,8 +48,8 @@ def test_a_name_stands_for_its_start_method_and_option() -> None:
 @pytest.mark.lowest
 def test_a_trainer_finds_the_strategy_by_its_name() -> None:
     """Capital letters do not matter, and ``ddp`` still is Lightning's own strategy."""
-    assert type(make_trainer("DDP_EXT_Fork").strategy) is DDPExtStrategy
-    assert type(make_trainer("ddp").strategy) is DDPStrategy
+    assert type(training.make_trainer("DDP_EXT_Fork").strategy) is DDPExtStrategy
+    assert type(training.make_trainer("ddp").strategy) is DDPStrategy
 
 
 @pytest.mark.lowest
@@ -65,23 +64,23 @@ def test_a_trainer_finds_the_strategy_by_its_name() -> None:
 )
 def test_a_notebook_may_only_fork_ranks(name: str, is_compatible: bool) -> None:
     """Lightning refuses every other start method in an interactive session."""
-    launcher: Any = make_trainer(name).strategy.launcher
+    launcher: Any = training.make_trainer(name).strategy.launcher
     assert launcher.is_interactive_compatible is is_compatible
 
 
 def use_by_hand(kind: training.Kind, directory: Path) -> dict[str, Any]:
     """Form a group and call methods of the strategy, and then train."""
     strategy = training.make_strategy(kind, directory)
-    trainer = make_trainer(strategy)
+    trainer = training.make_trainer(strategy)
     strategy.setup_environment()  # without a module
-    strategy.connect(Net())
+    strategy.connect(training.Net())
     strategy.setup_environment()  # with a module that has no Trainer
     results = {
         "broadcast": strategy.broadcast(trainer.global_rank),
         "all": strategy.reduce_boolean_decision(trainer.is_global_zero, all=True),
         "any": strategy.reduce_boolean_decision(trainer.is_global_zero, all=False),
     }
-    trainer.fit(Net())
+    trainer.fit(training.Net())
     return {**results, "steps": trainer.global_step}
 
 
@@ -93,7 +92,7 @@ def test_the_strategy_is_used_by_hand_as_stock_is(tmp_path: Path) -> None:
 
 def train_with_all_warnings(rank: int, world_size: int, directory: Path) -> None:
     warnings.simplefilter("always")
-    training.fit("ours", directory, Net(), max_epochs=1)
+    training.fit("ours", directory, training.Net(), max_epochs=1)
 
 
 def test_a_run_uses_nothing_deprecated(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from tests.harness import training
 from tests.harness.environment import skip_because
-from tests.harness.training import Net
 
 
 class Module(L.LightningDataModule):
@@ -58,7 +57,7 @@ def fit_and_test_the_best(kind: training.Kind, directory: Path, context: str) ->
     L.seed_everything(7)
     checkpoint = ModelCheckpoint(directory / "files", "{epoch}", monitor="val_loss")
     module = Module(context)
-    model = Net()
+    model = training.Net()
     trainer = training.make_trainer(
         training.make_strategy(kind, directory), callbacks=[checkpoint], enable_checkpointing=True
     )
@@ -81,7 +80,7 @@ def test_a_data_module_is_trained_on_and_the_best_checkpoint_tested(
     assert ours[1]["hooks"] == ["setup", "teardown"]
 
 
-class Compiled(Net):
+class Compiled(training.Net):
     def configure_model(self) -> None:
         self.layers = torch.compile(nn.Linear(4, 1))  # each further kernel takes seconds
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ddp_ext import DDPExtStrategy
-from lightning_ddp_ext.errors import DDPExtError
+from lightning_ddp_ext import DDPExtError, DDPExtStrategy
 from tests.harness.environment import by_mpirun, by_srun, environment_of
 from tests.harness.ranks import Environment, by_hand_env
 from tests.harness.training import Net, make_trainer
