@@ -1,5 +1,6 @@
 """After a signal to any rank, all ranks save and stop after the same step, and the same
-command continues there.
+command continues there. On SLURM, the ranks save before the time limit, and the requeued job
+resumes.
 
 ``test_resume_sweep`` and ``test_stop_sweep`` compare resumed runs with runs that were
 not stopped.
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.harness import ranks
+from tests.harness.environment import Environment, by_srun
 from tests.harness.scripts import run_script
 from tests.harness.training import signalled
 from tests.integration import continuing
@@ -59,11 +61,12 @@ STEPS = 6  # of two epochs on two ranks
 
 def run_command(place: Place, root: Path, *callbacks: L.Callback, **options: Any) -> continuing.Run:
     """Run a command for two epochs, from its last checkpoint if there is one."""
-    chosen: dict[str, Any] = {"enable_checkpointing": True, **place.options(root), **options}
+    defaults = {"enable_checkpointing": True, "ckpt_path": "last"}
+    chosen: dict[str, Any] = {**defaults, **place.options(root), **options}
     strategy = {"stop_checkpoint": chosen.pop("stop_checkpoint", "last-preempted.ckpt")}
     chosen["callbacks"] = [*chosen.pop("callbacks", ()), *callbacks]
     command = continuing.Training(continuing.shuffled(), root.parent, strategy=strategy)
-    run = command.run(max_epochs=2, default_root_dir=root, ckpt_path="last", **chosen)
+    run = command.run(max_epochs=2, default_root_dir=root, **chosen)
     dist.barrier()  # loggers of the next run look for directories of this one
     return run
 
@@ -258,3 +261,61 @@ def test_a_command_continues_however_it_is_started(tmp_path: Path) -> None:
     assert run.exit_code == 0, run.story()
     assert not list(tmp_path.rglob("*preempted*"))
     assert not list(tmp_path.rglob("train-*"))
+
+
+# Jobs of SLURM.
+
+
+def run_job(
+    rank: int, world_size: int, directory: Path, *, is_stopped: bool, ckpt_path: str | None = None
+) -> str:
+    """Train in a directory that all jobs share; return where the run begins.
+
+    If ``is_stopped``, the signal that announces the time limit of a job stops the run.
+    """
+    time_limit = signalled("on_train_batch_end", 1, signal.SIGUSR1, ranks=[1])
+    callbacks = [time_limit] if is_stopped else []
+    place = PLACES["no callback"]
+    return begin_of(run_command(place, directory / "run", *callbacks, ckpt_path=ckpt_path))
+
+
+def requeued(job: Environment) -> Environment:
+    return {**job, "SLURM_RESTART_COUNT": "1"}
+
+
+def stop_job(directory: Path, job: Environment) -> Path:
+    """Stop a job; return its checkpoint."""
+    earlier = set(directory.rglob("*.ckpt"))
+    outcome, _ = ranks.launch_ranks(run_job, 2, directory, env=job, is_stopped=True)
+    assert outcome.result == FROM_START, outcome.story()
+    assert "the ranks will finish the current step, save and stop" in outcome.output
+    assert f"SLURM did not requeue job {job['SLURM_JOB_ID']}" in outcome.output
+    [saved] = set(directory.rglob("*.ckpt")) - earlier
+    assert job["SLURM_JOB_ID"] in saved.parent.name
+    return saved
+
+
+@pytest.mark.parametrize("ckpt_path", [None, "last"])
+def test_a_requeued_job_resumes_from_its_own_file(ckpt_path: str | None, tmp_path: Path) -> None:
+    """As with stock, no ``ckpt_path`` is needed. Another job of the same command leaves a newer
+    file, which stays; a finished job leaves none.
+    """
+    job = by_srun()
+    own = stop_job(tmp_path, job)
+    newer = stop_job(tmp_path, by_srun())
+    options = {"env": requeued(job), "is_stopped": False, "ckpt_path": ckpt_path}
+    outcomes = ranks.launch_ranks(run_job, 2, tmp_path, **options)
+    assert [outcome.result for outcome in outcomes] == [RESUMED] * 2, outcomes[0].story()
+    assert f"from the checkpoint path at {own}\n" in outcomes[0].output
+    assert list(tmp_path.rglob("*.ckpt")) == [newer]
+
+
+@pytest.mark.parametrize("ckpt_path", [None, "last"])
+def test_another_job_resumes_only_if_it_is_asked_to(ckpt_path: str | None, tmp_path: Path) -> None:
+    """A job without a file of its own, requeued or not, continues an earlier one with "last"."""
+    saved = stop_job(tmp_path, by_srun())
+    options = {"env": requeued(by_srun()), "is_stopped": False, "ckpt_path": ckpt_path}
+    outcomes = ranks.launch_ranks(run_job, 2, tmp_path, **options)
+    begin = FROM_START if ckpt_path is None else RESUMED
+    assert [outcome.result for outcome in outcomes] == [begin] * 2, outcomes[0].story()
+    assert saved.exists() is (ckpt_path is None)

@@ -1,21 +1,145 @@
-"""Data modules, the best checkpoint, spawned workers and compiled networks work with
-`DDPExtStrategy` as with `ddp`. What else a Trainer offers is in ``test_stock_sweep``.
+"""`DDPExtStrategy` in place of `ddp`: the same numbers, files and calls, to the last bit.
+
+These are the models, options, loaders and plugins that the programs of
+``test_stock_sweep`` do not have.
 """
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.utils.data import DataLoader
 
+from lightning_ddp_ext import DDPExtStrategy
 from tests.harness import training
 from tests.harness.environment import skip_because
+from tests.harness.ranks import free_port, run_ranks
+
+# Manual optimisation, as Lightning's documentation shows it.
+
+
+class ByHand(training.Net):
+    """Steps an optimiser by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: training.Batch, index: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+        self.log("loss", loss, prog_bar=True, sync_dist=True)
+
+
+class Accumulates(ByHand):
+    """Steps after every second batch, and the scheduler at the end of the epoch."""
+
+    def training_step(self, batch: training.Batch, index: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch) / 2)
+        if (index + 1) % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        if self.trainer.is_last_batch:
+            self.lr_schedulers().step()
+
+
+class WithClosure(ByHand):
+    """Passes a closure to an optimiser that calls it several times."""
+
+    def training_step(self, batch: training.Batch, index: int) -> None:
+        optimizer: Any = self.optimizers()
+
+        def closure() -> Tensor:
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class Case(NamedTuple):
+    """A model, options of the Trainer and of the strategy."""
+
+    model: type[training.Net] = training.Net
+    trainer: Mapping[str, Any] = {}
+    strategy: Mapping[str, Any] = {}
+
+
+FIND_UNUSED = {"find_unused_parameters": True}
+BUCKET_VIEWS = {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}
+LOCAL_AFTER_STEP_2 = PostLocalSGDState(None, None, 2)
+MODEL_AVERAGING = {"ddp_comm_state": LOCAL_AFTER_STEP_2, "model_averaging_period": 2}
+SHORT = {"max_epochs": 1}
+CASES = {
+    "accumulation": Case(trainer={"accumulate_grad_batches": 3}),
+    "bf16-mixed": Case(trainer={"precision": "bf16-mixed", **SHORT}),
+    "clipping by hand": Case(ByHand, SHORT),
+    "manual accumulation in a static graph": Case(Accumulates, strategy={"static_graph": True}),
+    "a closure": Case(WithClosure, SHORT, FIND_UNUSED),
+    "bucket views": Case(trainer=SHORT, strategy=BUCKET_VIEWS),
+    "own buffers": Case(trainer=SHORT, strategy={"broadcast_buffers": False, "init_sync": False}),
+    "model averaging": Case(strategy=MODEL_AVERAGING),
+}
+
+
+def train(kind: training.Kind, directory: Path, case: Case, ranks: int) -> dict[str, Any]:
+    L.seed_everything(7)
+    model = case.model()
+    options = {"devices": ranks, "strategy": case.strategy, "limit_val_batches": 0}
+    trainer = training.fit(kind, directory, model, **options, **case.trainer)
+    return {
+        "weights": training.weights(model),
+        "parameters": [*model.parameters()],
+        "step": trainer.global_step,
+        # Three values are added in another order than by stock.
+        "metrics": dict(trainer.callback_metrics) if ranks < 3 else {},
+    }
+
+
+def train_all(kind: training.Kind, directory: Path, ranks: int) -> dict[str, Any]:
+    return {name: train(kind, directory, case, ranks) for name, case in CASES.items()}
+
+
+@pytest.mark.lowest
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_numbers_are_those_of_stock_ddp(ranks: int, tmp_path: Path) -> None:
+    """Weights and logged values equal stock's on each rank, to the last bit.
+
+    For three ranks the division by their number is not exact. One Trainer follows another
+    in the same processes.
+    """
+    ours, stock = (
+        training.on_ranks(kind, train_all, tmp_path, ranks, world_size=ranks)
+        for kind in training.KINDS
+    )
+    training.assert_same(ours, stock)
+    for name in CASES:
+        for on_rank in ours:
+            training.assert_same(on_rank[name]["parameters"], ours[0][name]["parameters"])
+        assert ours[0][name]["step"] > 1, name
+
+
+# Data modules, the best checkpoint, spawned workers and compiled networks.
 
 
 class Module(L.LightningDataModule):
@@ -103,3 +227,99 @@ def test_a_compiled_network_learns_what_it_learns_with_stock(tmp_path: Path) -> 
         training.on_ranks(kind, train_compiled, tmp_path, env=env) for kind in training.KINDS
     )
     training.assert_same(ours, stock)
+
+
+# A user's checkpoint IO and cluster environment.
+
+
+class CountingIO(TorchCheckpointIO):
+    """A user's checkpoint IO."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.calls.append("save")
+        super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append("load")
+        return super().load_checkpoint(*args, **kwargs)
+
+
+def save_and_resume(kind: training.Kind, directory: Path) -> dict[str, Any]:
+    """Return the calls of the user's IO on this rank, and the weights of the resumed run."""
+    L.seed_everything(1)
+    io = CountingIO()
+    path = directory / "end.ckpt"
+    plugins = [AsyncCheckpointIO(io)]
+    save = training.At("on_train_end", lambda trainer: trainer.save_checkpoint(path))
+    trainer = training.fit(kind, directory, training.Net(), save, plugins=plugins)
+    trainer.strategy.barrier()  # rank 0 has written its file
+    model = training.Net()
+    training.fit(kind, directory, model, ckpt_path=path, plugins=plugins, max_epochs=3)
+    return {"calls": io.calls, "weights": training.weights(model)}
+
+
+def test_a_users_checkpoint_io_writes_on_rank_zero_and_reads_on_every_rank(tmp_path: Path) -> None:
+    """An IO inside Lightning's AsyncCheckpointIO gets the same calls as with stock, and the
+    resumed training ends with stock's weights.
+    """
+    ours, stock = training.on_both(save_and_resume, tmp_path)
+    assert [rank["calls"] for rank in ours] == [["save", "load"], ["load"]]
+    assert [rank["calls"] for rank in stock] == [["save", "load"], ["load"]]
+    training.assert_same([rank["weights"] for rank in ours], [rank["weights"] for rank in stock])
+
+
+class HouseEnvironment(LightningEnvironment):
+    """A user's cluster, which sets a process's place in its own variables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[tuple[int, int]] = []
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ["HOUSE_PORT"])
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def world_size(self) -> int:
+        return 2
+
+    def global_rank(self) -> int:
+        return int(os.environ["HOUSE_RANK"])
+
+    local_rank = global_rank
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        self.validated.append((num_devices, num_nodes))
+
+
+def train_in_the_house(rank: int, world_size: int, strategy: type[DDPStrategy]) -> dict[str, Any]:
+    """Return the rank, what the environment has validated, and the weights."""
+    L.seed_everything(1)
+    model = training.Net()
+    environment = HouseEnvironment()
+    trainer = training.make_trainer(strategy(), plugins=[environment])
+    trainer.fit(model)
+    return {
+        "rank": trainer.global_rank,
+        "validated": environment.validated,
+        "weights": training.weights(model),
+    }
+
+
+def test_a_users_cluster_environment_sets_ranks_and_port() -> None:
+    """Rank and port are its own, and it validates devices and nodes."""
+    ours, stock = (
+        run_ranks(
+            train_in_the_house, 2, strategy, env={"HOUSE_RANK": str, "HOUSE_PORT": str(free_port())}
+        )
+        for strategy in (DDPExtStrategy, DDPStrategy)
+    )
+    training.assert_same(ours, stock)
+    assert [trained["rank"] for trained in ours] == [0, 1]
+    assert [trained["validated"] for trained in ours] == [[(2, 1)]] * 2
