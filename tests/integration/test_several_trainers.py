@@ -18,27 +18,6 @@ from tests.harness import ranks, training
 from tests.harness.environment import free_port
 from tests.harness.scripts import run_script
 
-HOOKS = ("setup", "on_train_batch_start", "on_train_batch_end", "on_validation_epoch_end")
-
-
-def continue_after_each(kind: training.Kind, directory: Path) -> int:
-    """Catch an exception that all ranks raise in each hook; return the steps of the next
-    fit.
-    """
-    for hook in HOOKS:
-        with pytest.raises(training.BoomError):
-            training.fit(kind, directory, training.Net(), training.At(hook, training.boom))
-    return training.fit(kind, directory, training.Net()).global_step
-
-
-def test_ranks_that_catch_an_exception_of_all_train_again(tmp_path: Path) -> None:
-    """As with stock, after a pruned trial each rank has its own exception, and the next
-    Trainer works.
-    """
-    ours, stock = training.on_both(continue_after_each, tmp_path)
-    assert ours == stock
-
-
 # The options of the strategies of Trainers in turn (None: a strategy by name), and the
 # timeout in seconds and the number of the group that each gets.
 IN_TURN: list[tuple[dict[str, Any] | None, float, int]] = [

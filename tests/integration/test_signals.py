@@ -7,18 +7,16 @@ process had before.
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
-import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import AsyncCheckpointIO
 
-from lightning_ddp_ext import RankZeroCheckpoint, RankZeroCheckpointIO
+from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.harness import ranks, training
 from tests.integration import checkpointing, continuing
 
@@ -41,6 +39,15 @@ class End(NamedTuple):
     status: int | None
     checkpoints: list[str]
     steps: int
+
+
+class Stop(NamedTuple):
+    """The callbacks and the strategy of a run, and how it ends."""
+
+    callbacks: list[L.Callback]
+    status: int = SIGTERM_STATUS
+    checkpoints: Sequence[str] = (STOP_CHECKPOINT,)
+    strategy: Mapping[str, Any] = {}
 
 
 def fit(
@@ -76,22 +83,42 @@ def test_a_failed_run_ends_in_order_after_a_launchers_sigterm(tmp_path: Path) ->
     assert "will finish the current step" not in survivor.output
 
 
-def stop_beside_saves(rank: int, world_size: int, directory: Path) -> End:
-    """Save each step in the background, and send SIGTERM to rank 1 in the second one."""
-    saver = RankZeroCheckpoint(directory / "run", "{step}", every_n_train_steps=1, save_top_k=-1)
-    strategy = {"checkpoint_io": AsyncCheckpointIO(RankZeroCheckpointIO())}
-    callbacks = saver, signal_rank_one()
-    options = {"strategy": strategy, "enable_checkpointing": True}
-    return fit(rank, world_size, directory, *callbacks, **options)
+def lose_wakeup(trainer: L.Trainer) -> None:
+    """Do what asyncio does when its loop ends."""
+    signal.set_wakeup_fd(-1)
 
 
-def test_a_save_in_the_background_is_finished_before_the_one_of_the_stop(tmp_path: Path) -> None:
-    """The files of both saves are whole."""
-    for end in ranks.run_ranks(stop_beside_saves, 2, tmp_path):
-        assert end.status == SIGTERM_STATUS
-        assert {STOP_CHECKPOINT, "step=1.ckpt", "step=2.ckpt"} <= set(end.checkpoints)
-    for path in tmp_path.rglob("*.ckpt"):
-        assert torch.load(path, weights_only=False)["state_dict"]
+def validate_in_step(trainer: L.Trainer) -> None:
+    """Run another Trainer."""
+    strategy = training.make_strategy("ours", Path(trainer.default_root_dir).parent)
+    inner = training.make_trainer(strategy, limit_val_batches=2)
+    inner.validate(continuing.LongValidated(continuing.shuffled()), verbose=False)
+
+
+# What happens beside a signal, the exit status, and the files.
+STOPS = {
+    "without a stop checkpoint": Stop(
+        [signal_rank_one()], SIGTERM_STATUS, [], {"stop_checkpoint": None}
+    ),
+    "a step that resets the signal's wake-up descriptor": Stop(
+        [training.At(STEP, lose_wakeup), signal_rank_one()]
+    ),
+    "a step that runs another Trainer": Stop(
+        [training.At(STEP, validate_in_step), signal_rank_one()]
+    ),
+    # As with stock, a second Ctrl-C exits immediately.
+    "a second interrupt": Stop([training.signalled(STEP, signum=signal.SIGINT)] * 2, 1, []),
+}
+
+
+@pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
+def test_a_signal_to_any_rank_stops_all(stop: Stop, tmp_path: Path) -> None:
+    """All ranks exit with the same status before their last step, and leave the stop
+    checkpoint.
+    """
+    for end in ranks.run_ranks(fit, 2, tmp_path, *stop.callbacks, strategy=stop.strategy):
+        assert (end.status, end.checkpoints) == (stop.status, [*stop.checkpoints])
+        assert end.steps < ALL_STEPS
 
 
 def stop_after_failed_save(rank: int, world_size: int, directory: Path) -> End:
@@ -107,13 +134,6 @@ def test_the_stop_checkpoint_is_saved_also_after_a_save_that_failed(tmp_path: Pa
     for end in ranks.run_ranks(stop_after_failed_save, 2, tmp_path):
         assert end.status == SIGTERM_STATUS
         assert end.checkpoints == [STOP_CHECKPOINT]
-
-
-def test_nothing_is_saved_without_a_stop_checkpoint(tmp_path: Path) -> None:
-    """All ranks stop nevertheless."""
-    strategy = {"stop_checkpoint": None}
-    for end in ranks.run_ranks(fit, 2, tmp_path, signal_rank_one(), strategy=strategy):
-        assert (end.status, end.checkpoints) == (SIGTERM_STATUS, [])
 
 
 def stop_process_group(
@@ -148,54 +168,25 @@ def test_workers_leave_the_signal_of_a_group_to_their_rank(
         assert 3 <= end.steps < 30
 
 
-def stop_beside_handler(
-    rank: int, world_size: int, directory: Path, signum: int, has_users_handler: bool
-) -> list[int]:
-    """Send a signal to rank 1, which may have a handler for it; return the signals that
+def stop_beside_handler(rank: int, world_size: int, directory: Path) -> list[int]:
+    """Send SIGTERM to rank 1 of ranks that have a handler for it; return the signals that
     the handler got.
     """
     passed_on: list[int] = []
-    if has_users_handler:
-        signal.signal(signum, lambda number, frame: passed_on.append(number))
-    before = signal.getsignal(signum)
-    end = fit(rank, world_size, directory, signal_rank_one(signum=signum))
-    assert (end.status, end.checkpoints) == (128 + signum, [STOP_CHECKPOINT])
-    assert signal.getsignal(signum) is before
+
+    def handle(number: int, frame: object) -> None:
+        passed_on.append(number)
+
+    signal.signal(signal.SIGTERM, handle)
+    end = fit(rank, world_size, directory, signal_rank_one())
+    assert end.status == SIGTERM_STATUS
+    assert signal.getsignal(signal.SIGTERM) is handle
     return passed_on
 
 
-@pytest.mark.parametrize(
-    ("signum", "has_users_handler"), [(signal.SIGTERM, True), (signal.SIGINT, False)]
-)
-def test_each_signal_ends_with_its_status_and_is_passed_on(
-    signum: int, has_users_handler: bool, tmp_path: Path
-) -> None:
+def test_a_signal_is_passed_on_to_the_users_handler(tmp_path: Path) -> None:
     """The user's earlier handler is called, and restored afterwards."""
-    passed_on = ranks.run_ranks(stop_beside_handler, 2, tmp_path, signum, has_users_handler)
-    assert passed_on == [[], [signum] if has_users_handler else []]
-
-
-def lose_wakeup(trainer: L.Trainer) -> None:
-    """Do what asyncio does when its loop ends."""
-    signal.set_wakeup_fd(-1)
-
-
-def validate_in_step(trainer: L.Trainer) -> None:
-    """Run another Trainer."""
-    strategy = training.make_strategy("ours", Path(trainer.default_root_dir).parent)
-    inner = training.make_trainer(strategy, limit_val_batches=2)
-    inner.validate(continuing.LongValidated(continuing.shuffled()), verbose=False)
-
-
-@pytest.mark.parametrize("do", [lose_wakeup, validate_in_step])
-def test_a_signal_stops_all_whatever_a_step_does(
-    do: Callable[[L.Trainer], None], tmp_path: Path
-) -> None:
-    """A step may reset the signal's wake-up descriptor, or run another Trainer."""
-    for end in ranks.run_ranks(fit, 2, tmp_path, training.At(STEP, do), signal_rank_one()):
-        assert end.status == SIGTERM_STATUS
-        assert end.checkpoints == [STOP_CHECKPOINT]
-        assert 2 <= end.steps < ALL_STEPS
+    assert ranks.run_ranks(stop_beside_handler, 2, tmp_path) == [[], [signal.SIGTERM]]
 
 
 def train_in_background(rank: int, world_size: int, directory: Path) -> End:
@@ -226,13 +217,6 @@ def test_sigterm_ends_a_process_after_its_last_step(tmp_path: Path) -> None:
     strategy = {"checkpoint_io": SignalsAtTheEnd()}
     for outcome in ranks.launch_ranks(fit, 2, tmp_path, strategy=strategy):
         assert outcome.exit_code == -signal.SIGTERM, outcome.story()
-
-
-def test_a_second_interrupt_exits_immediately(tmp_path: Path) -> None:
-    """A second Ctrl-C has the effect that it has with stock: no checkpoint is saved."""
-    twice = [training.signalled(STEP, signum=signal.SIGINT) for _ in range(2)]
-    for end in ranks.run_ranks(fit, 2, tmp_path, *twice):
-        assert (end.status, end.checkpoints) == (1, [])
 
 
 def hold_rank_one(rank: int, world_size: int, directory: Path) -> None:

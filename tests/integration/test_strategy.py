@@ -218,20 +218,6 @@ def test_a_subclass_may_take_further_arguments() -> None:
         DDPExtStrategy(ddp_kwargs={"bucket_cap_mb": 50})
 
 
-@pytest.mark.parametrize("devices", [1, 3])
-def test_devices_that_disagree_with_variables_are_refused(
-    devices: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error names the variable that has another number of ranks."""
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    message = (
-        rf"^devices \* num_nodes must equal world_size \(got devices={devices} .*=2, from RANK"
-    )
-    with pytest.raises(ConfigurationError, match=message):
-        make_trainer(DDPExtStrategy("tcp://127.0.0.1:29500"), devices=devices)
-
-
 def test_a_task_of_srun_may_start_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """In an interactive job, it unsets SLURM_STEP_NUM_TASKS, as the error says."""
     variables = {**environment_of(0, by_srun()), "SLURM_JOB_NAME": "bash"}

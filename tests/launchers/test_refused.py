@@ -97,6 +97,14 @@ BATCH_SCRIPT = {**JOB_OF_TWO, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_
             r"devices \* num_nodes must equal world_size \(.+, from SLURM\); .+",
             id="with one task for two devices",
         ),
+        *(
+            pytest.param(
+                by_hand_env(ranks, port=29500),
+                r"devices \* num_nodes must equal world_size \(got devices=2 .*, from RANK, .+",
+                id=f"{ranks} ranks by hand for two devices",
+            )
+            for ranks in (1, 3)
+        ),
         pytest.param(
             {**by_srun(), "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NAME": "bash"},
             "srun started 2 tasks, but Lightning ignores SLURM in a job named 'bash', .+; use"
@@ -105,7 +113,7 @@ BATCH_SCRIPT = {**JOB_OF_TWO, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_
         ),
     ],
 )
-def test_a_script_that_slurm_does_not_make_a_rank_of_two_is_refused(
+def test_a_process_that_is_not_a_rank_of_two_is_refused(
     env: Environment, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks would wait for each other, or each task would train alone."""
