@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -96,17 +97,36 @@ class Net(L.LightningModule):
     test_dataloader = predict_dataloader = val_dataloader
 
 
-class Linear(Net):
+class Plain(Net):
     """A model without buffers that logs nothing, so that only gradients need all ranks in
     a training step.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 1))
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: Batch, index: int) -> Any:
         return self.loss(batch)
+
+
+class ByHand(Plain):
+    """Makes a step of its optimiser itself in each batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Batch, index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class Sharded(Plain):
+    """Has an optimiser of whose state each rank has a part."""
+
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=0.05)
 
 
 # On one rank.

@@ -2,6 +2,8 @@
 under stock ``ddp``.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_ddp_ext import ConfigurationError, DivergenceError, RankConsistency
-from tests.harness.training import KINDS, At, Batch, Kind, Net, fit, on_ranks
+from tests.harness.training import KINDS, At, Batch, ByHand, Kind, Net, Sharded, fit, on_ranks
 
 WEIGHT = "parameter layers.0.weight"
 BIAS = "parameter layers.0.bias"
@@ -26,17 +27,13 @@ def flip_bit(tensor: Tensor) -> None:
     tensor.view(torch.uint8).view(-1)[0] ^= 1
 
 
-def flip_weight(trainer: Any) -> None:
-    flip_bit(trainer.lightning_module.layers[0].weight)
+def flip(names: Sequence[str], trainer: Any) -> None:
+    """Flip a bit of each of these parameters or buffers."""
+    for name in names:
+        flip_bit(trainer.lightning_module.state_dict()[name])
 
 
-def flip_weight_and_bias(trainer: Any) -> None:
-    flip_weight(trainer)
-    flip_bit(trainer.lightning_module.layers[0].bias)
-
-
-def flip_running_variance(trainer: Any) -> None:
-    flip_bit(trainer.lightning_module.layers[1].running_var)
+flip_weight = partial(flip, ["layers.0.weight"])
 
 
 def state_of_bias(trainer: Any) -> Any:
@@ -56,18 +53,14 @@ def in_step(change: Any, step: int = 2, rank: int = 1) -> At:
     return At("on_train_batch_end", change, earlier=step - 1, ranks=[rank])
 
 
-class SkipsStep(Net):
+class SkipsStep(ByHand):
     """Steps its optimiser by itself; rank 1 leaves out the third step."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
     def training_step(self, batch: Batch, index: int) -> None:
-        self.zero_grad()
-        self.manual_backward(self.loss(batch))
-        if (self.global_rank, index) != (1, 2):
-            self.optimizers().step()
+        if (self.global_rank, index) == (1, 2):
+            self.manual_backward(self.loss(batch))
+        else:
+            super().training_step(batch, index)
 
 
 def train(
@@ -145,26 +138,26 @@ def test_a_step_that_a_rank_leaves_out_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_statistics_may_differ(kind: Kind, tmp_path: Path) -> None:
     """Buffers are left out, because DDP sends those of rank 0 in the next step."""
-    assert on_ranks(kind, train, tmp_path, in_step(flip_running_variance)) == [None, None]
+    assert on_ranks(kind, train, tmp_path, in_step(partial(flip, ["layers.1.running_var"]))) == [
+        None,
+        None,
+    ]
 
 
 def test_the_error_names_the_first_tensor_and_the_ranks(tmp_path: Path) -> None:
     """Among three ranks, the error names the one that differs from the other two, its first
     tensor, and how many differ; its attributes name all of them.
     """
-    arguments = in_step(flip_weight_and_bias, rank=0), 2, {"devices": 3}
+    arguments = (
+        in_step(partial(flip, ["layers.0.weight", "layers.0.bias"]), rank=0),
+        2,
+        {"devices": 3},
+    )
     for error in on_ranks("stock", train, tmp_path, *arguments, world_size=3):
         assert str(error).startswith(
             f"the ranks differ after batch 2: rank 0 in {WEIGHT} (differing tensors: 2); "
         )
         assert (error.ranks, error.names) == ((0,), (WEIGHT, BIAS))
-
-
-class Sharded(Net):
-    """Its optimiser has a part of the state on each rank."""
-
-    def configure_optimizers(self) -> Any:
-        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.01)
 
 
 def test_a_sharded_optimiser_is_left_out(tmp_path: Path) -> None:

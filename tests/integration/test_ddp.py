@@ -303,9 +303,7 @@ class Adversarial(Unfrozen):
     one frozen, as when each step ends with the first.
     """
 
-    def __init__(self, kind: training.Kind) -> None:
-        super().__init__(kind)
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         self.layers[:2].requires_grad_(True)

@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from tests.harness import ranks, training
 from tests.harness.scripts import print_line
@@ -165,16 +164,8 @@ class Skipping(Net):
         return -1 if self.current_epoch == 0 and index == 4 else None
 
 
-class Manual(Net):
+class Manual(training.ByHand, Net):
     """Makes a step itself in each batch."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: training.Batch, index: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, index))
-        optimizer.step()
 
 
 CONTINUING = [
@@ -270,13 +261,6 @@ class Exploding(Net):
             self.layers[0].weight[0, 0] = torch.inf
 
 
-class Sharded(Net):
-    """Has an optimiser of whose state each rank has a part."""
-
-    def configure_optimizers(self) -> Any:
-        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=0.05)
-
-
 THIRD_STEP = Kill("on_after_backward", earlier=2)
 SIXTH_STEP = Kill("on_before_backward", earlier=5)
 EIGHTH_CALL = Kill("on_after_backward", earlier=7)  # in the third step of three calls each
@@ -289,7 +273,7 @@ TRIAL = {"fast_dev_run": 5, "limit_train_batches": 5}
 REFUSED = [
     ("had started to change the weights", Plan(EIGHTH_CALL, model=SeveralClosures)),
     ("had started to change the weights", Plan(model=InStep)),
-    ("shard of the optimiser's state", Plan(THIRD_STEP, model=Sharded)),
+    ("shard of the optimiser's state", Plan(THIRD_STEP, model=training.Sharded)),
     ("swapped the weights", Plan(IN_VALIDATION, callbacks=[WeightAveraging()])),
     ("not finite", Plan(SIXTH_STEP, model=Exploding)),
     ("no step has finished since the start", Plan(Kill("on_before_backward"))),

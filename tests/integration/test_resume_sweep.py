@@ -223,9 +223,7 @@ def loaders_of(case: Case, rank: int, ranks: int) -> Any:
 class Manual(continuing.Net):
     """Optimises manually."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, index: int) -> None:
         loss = super().training_step(batch, index)

@@ -32,9 +32,7 @@ from tests.harness.ranks import free_port, run_ranks
 class ByHand(training.Net):
     """Steps an optimiser by hand."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: training.Batch, index: int) -> None:
         optimizer: Any = self.optimizers()
