@@ -32,7 +32,7 @@ from lightning_ddp_ext import (
     SyncBatchNorm,
     gather_predictions,
 )
-from tests.batchnorm.test_joined_batch import Way, all_deviations
+from tests.batchnorm.test_layer import Way, all_deviations
 from tests.gpu.conftest import (
     GPU,
     IS_GPU,

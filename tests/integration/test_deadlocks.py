@@ -20,12 +20,11 @@ from torchmetrics import MeanMetric
 from lightning_ddp_ext.supervision import status_table
 from lightning_ddp_ext.supervision.status import Status
 from tests.harness import ranks, training
-from tests.harness.training import Net, Plain, Rows
 
 PLACE = r"\S+/test_deadlocks\.py:\d+"
 
 
-class Validating(Plain):
+class Validating(training.Plain):
     """Only rank 0 has samples to validate on, and computes a metric from them."""
 
     def __init__(self) -> None:
@@ -40,17 +39,17 @@ class Validating(Plain):
             self.mean.compute()
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Rows(3 if self.global_rank == 0 else 0), batch_size=1)
+        return DataLoader(training.Rows(3 if self.global_rank == 0 else 0), batch_size=1)
 
 
-class EndsEarly(Plain):
+class EndsEarly(training.Plain):
     """Rank 1 ends the epoch before its second batch."""
 
     def on_train_batch_start(self, batch: training.Batch, index: int) -> int:
         return -1 if self.global_rank == 1 and index == 1 else 0
 
 
-class LoggedOnRankZero(Plain):
+class LoggedOnRankZero(training.Plain):
     def training_step(self, batch: training.Batch, index: int) -> Tensor:
         if self.global_rank == 0:
             self.log("on_rank_0", 1.0, rank_zero_only=True)
@@ -68,7 +67,9 @@ def call_on_one_rank(
     hook: str, call: Callable[[L.Trainer], object], *, earlier: int = 0, caller: int = 0
 ) -> Run:
     """Let one rank make a call in a hook."""
-    return Run(Plain(), {"callbacks": [training.At(hook, call, earlier=earlier, ranks=[caller])]})
+    return Run(
+        training.Plain(), {"callbacks": [training.At(hook, call, earlier=earlier, ranks=[caller])]}
+    )
 
 
 def monitored_on_rank_0(callback: L.Callback) -> Run:
@@ -116,7 +117,7 @@ DIFFERENT_CALLS = [
     ],
     pytest.param(
         Run(
-            Net(),
+            training.Net(),
             {"max_epochs": 2, "callbacks": [training.At("on_train_epoch_end", stop, ranks=[1])]},
         ),
         different(
@@ -199,7 +200,7 @@ def enter_barrier(trainer: L.Trainer) -> None:
 
 # Rank 0 waits in a collective, rank 1 in a barrier, and rank 2 works.
 APART = Run(
-    Plain(),
+    training.Plain(),
     {
         "callbacks": [
             training.At("on_train_batch_end", do, ranks=[rank])
@@ -255,7 +256,7 @@ def fit_and_announce(rank: int, world_size: int, directory: Path, run: Run) -> N
         pytest.param(call_on_one_rank("on_train_batch_end", stay, earlier=1), id="a callback"),
         pytest.param(
             Run(
-                Plain(),
+                training.Plain(),
                 {
                     "callbacks": [training.At("on_train_batch_end", save, earlier=1)],
                     "plugins": [SavesSlowly()],

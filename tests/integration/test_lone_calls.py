@@ -18,8 +18,6 @@ from torch import Tensor
 
 from lightning_ddp_ext import DDPExtStrategy, RankAbsentError, RankFailedError
 from tests.harness import ranks, training
-from tests.harness.ranks import Outcome, stories
-from tests.harness.training import Net
 
 PLACE = r"\(.*test_lone_calls.py:\d+\)"
 TIMEOUT = 2.0  # of a collective, in seconds
@@ -40,19 +38,19 @@ def test_a_save_on_some_ranks_names_one_that_did_not_make_it(
         "on_train_batch_end", partial(L.Trainer.save_checkpoint, filepath=path), ranks=saving
     )
     sentence = rf"began saving {path} .*rank {absent} \(host .*make this call"
-    for outcome in training.fit_on(3, tmp_path, Net(), save):
+    for outcome in training.fit_on(3, tmp_path, training.Net(), save):
         assert outcome.failure.type_name == "RankAbsentError", outcome.story()
         assert re.search(sentence, outcome.failure.message)
 
 
 def validate_elsewhere(trainer: L.Trainer) -> None:
-    trainer.validate(Net())
+    trainer.validate(training.Net())
 
 
 def save_after_fit(
     rank: int, world_size: int, directory: Path, path: Path, elsewhere: Elsewhere
 ) -> None:
-    trainer = training.fit("ours", directory, Net(), max_epochs=1)
+    trainer = training.fit("ours", directory, training.Net(), max_epochs=1)
     if rank == 0:
         trainer.save_checkpoint(path)
     else:
@@ -83,7 +81,7 @@ def test_a_save_on_rank_0_after_fit_writes_the_file(
 
 def exit_after_a_barrier(rank: int, world_size: int, directory: Path) -> None:
     """Enter a barrier; rank 0 then ends its process without any clean-up."""
-    trainer = training.fit("ours", directory, Net(), max_epochs=1)
+    trainer = training.fit("ours", directory, training.Net(), max_epochs=1)
     trainer.strategy.barrier("end")
     if rank == 0:
         os._exit(0)
@@ -92,11 +90,11 @@ def exit_after_a_barrier(rank: int, world_size: int, directory: Path) -> None:
 def test_a_rank_that_exits_immediately_after_a_barrier_is_not_missed(tmp_path: Path) -> None:
     """Every rank has passed the barrier, so none fails."""
     outcomes = ranks.launch_ranks(exit_after_a_barrier, 2, tmp_path)
-    assert [outcome.exit_code for outcome in outcomes] == [0, 0], stories(outcomes)
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0], ranks.stories(outcomes)
 
 
 def late_at_a_barrier(rank: int, world_size: int, directory: Path, late: int) -> None:
-    trainer = training.fit("ours", directory, Net(), max_epochs=1)
+    trainer = training.fit("ours", directory, training.Net(), max_epochs=1)
     training.limit_collectives(TIMEOUT)
     if rank == late:
         ranks.hold("elsewhere")
@@ -119,7 +117,7 @@ def test_a_rank_that_is_late_for_a_barrier_is_named(late: int, tmp_path: Path) -
 # Ranks that wait in vain in a collective name the rank that they waited for.
 
 
-class Late(Net):
+class Late(training.Net):
     """In its second step all ranks wait for the test; then one may stay there.
 
     Args:
@@ -143,7 +141,9 @@ class Late(Net):
         return self.loss(batch)
 
 
-def fit_late(rank: int, world_size: int, url: str, model: Net, process_group_backend: str) -> None:
+def fit_late(
+    rank: int, world_size: int, url: str, model: training.Net, process_group_backend: str
+) -> None:
     strategy = DDPExtStrategy(
         url, timeout=30, process_group_backend=training.backend(process_group_backend)
     )
@@ -153,7 +153,7 @@ def fit_late(rank: int, world_size: int, url: str, model: Net, process_group_bac
 
 
 def assert_named(
-    outcomes: list[Outcome], culprit: int, kind: type[RankFailedError], sentence: str
+    outcomes: list[ranks.Outcome], culprit: int, kind: type[RankFailedError], sentence: str
 ) -> None:
     """Assert that each rank raised an error of this kind, which names the culprit."""
     for outcome in outcomes:

@@ -18,9 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from tests.harness import training
 from tests.harness.ranks import run_ranks
-from tests.harness.training import Kind, on_both, on_ranks
 from tests.integration import continuing
-from tests.integration.continuing import Batches, Numbers, read
 
 SAMPLES = 16
 
@@ -45,7 +43,7 @@ class OwnLoader(DataLoader[Any]):
 
 
 def batched(batch_sampler: Any, samples: int = SAMPLES) -> DataLoader[Any]:
-    return DataLoader(Numbers(samples), batch_sampler=batch_sampler)
+    return DataLoader(continuing.Numbers(samples), batch_sampler=batch_sampler)
 
 
 def given(loader: Any) -> Callable[[], Any]:
@@ -125,9 +123,11 @@ class Case(NamedTuple):
 
 AS_STOCK = {
     "reads own batch sampler": Case(
-        lambda rank: ReadsOwnBatchSampler(Numbers(SAMPLES), batch_size=2, shuffle=True)
+        lambda rank: ReadsOwnBatchSampler(continuing.Numbers(SAMPLES), batch_size=2, shuffle=True)
     ),
-    "cannot be pickled": Case(lambda rank: Unpicklable(Numbers(SAMPLES), 2), is_divided=False),
+    "cannot be pickled": Case(
+        lambda rank: Unpicklable(continuing.Numbers(SAMPLES), 2), is_divided=False
+    ),
     "its own iterator": Case(lambda rank: OwnIterator(), is_divided=False),
     "divided by a sampler": Case(part_in_batches),
     "without a number": Case(lambda rank: batched(Unsized())),
@@ -141,7 +141,7 @@ class Evaluated(continuing.Net):
         self.happens("validated", *batch.flatten().tolist())
 
 
-def read_as_stock(kind: Kind, directory: Path) -> dict[str, Any]:
+def read_as_stock(kind: training.Kind, directory: Path) -> dict[str, Any]:
     """Train on a loader from before the run, and validate on another one of the same kind;
     return the steps and events, or the error.
     """
@@ -165,7 +165,7 @@ def test_unusual_loaders_are_read_as_with_stock(tmp_path: Path) -> None:
     """They yield the batches that they yield with stock; the error of batches without a
     number is Lightning's, which names ``use_distributed_sampler``.
     """
-    ours, stock = on_both(read_as_stock, tmp_path)
+    ours, stock = training.on_both(read_as_stock, tmp_path)
     assert ours == stock
     assert "Trainer(use_distributed_sampler=False)" in ours[0]["without a number"]
 
@@ -181,25 +181,25 @@ class FixedOptions(DataLoader[Any]):
 
 
 COPIED: dict[str, Callable[[], DataLoader[Any]]] = {
-    "fixed options": lambda: FixedOptions(Numbers(SAMPLES)),
+    "fixed options": lambda: FixedOptions(continuing.Numbers(SAMPLES)),
     "explicit": lambda: batched(BatchSampler(RandomSampler(range(SAMPLES)), 2, False)),
 }
 
 
-def read_copied(kind: Kind, directory: Path) -> dict[str, list[Batches]]:
+def read_copied(kind: training.Kind, directory: Path) -> dict[str, list[continuing.Batches]]:
     """Return the batches of a user's loader from a hook, of one from before, and of a plain
     loader.
     """
-    plain = read(kind, directory, continuing.shuffled(SAMPLES))
+    plain = continuing.read(kind, directory, continuing.shuffled(SAMPLES))
     return {
-        name: [read(kind, directory, each) for each in (make, given(make()))] + [plain]
+        name: [continuing.read(kind, directory, each) for each in (make, given(make()))] + [plain]
         for name, make in COPIED.items()
     }
 
 
 def test_a_loader_whose_class_cannot_be_created_again_keeps_its_arguments(tmp_path: Path) -> None:
     """Each rank reads its part through the user's loader and batch sampler."""
-    for by_name in on_ranks("ours", read_copied, tmp_path):
+    for by_name in training.on_ranks("ours", read_copied, tmp_path):
         for name, (from_hook, from_before, plain) in by_name.items():
             assert from_hook == from_before == plain, name
 
@@ -207,16 +207,16 @@ def test_a_loader_whose_class_cannot_be_created_again_keeps_its_arguments(tmp_pa
 # Batches of the user's.
 
 
-def read_whole(kind: Kind, directory: Path) -> list[int]:
+def read_whole(kind: training.Kind, directory: Path) -> list[int]:
     """Return the numbers of batches of loaders whose batches are whole."""
     samples = (9, 10, 12, 16)
     loaders = [batched(Batched(range(each), 2, drop_last=True), each) for each in samples]
-    return [len(read(kind, directory, given(each), max_epochs=1)[0]) for each in loaders]
+    return [len(continuing.read(kind, directory, given(each), max_epochs=1)[0]) for each in loaders]
 
 
 def test_ranks_have_stocks_number_of_whole_batches(tmp_path: Path) -> None:
     """With ``drop_last=True``, batches that not every rank has are left out."""
-    ours, stock = on_both(read_whole, tmp_path)
+    ours, stock = training.on_both(read_whole, tmp_path)
     assert ours == stock
 
 
@@ -231,12 +231,12 @@ class Reversed(DistributedSampler[Any]):
 
 
 def sampled(rank: int) -> DataLoader[Any]:
-    data = Numbers(SAMPLES)
+    data = continuing.Numbers(SAMPLES)
     return DataLoader(data, 2, sampler=Reversed(data, 2, rank), **continuing.KEPT)
 
 
 LOADERS = {
-    "shuffled": Case(lambda rank: OwnLoader(Numbers(SAMPLES), 2, shuffle=True)),
+    "shuffled": Case(lambda rank: OwnLoader(continuing.Numbers(SAMPLES), 2, shuffle=True)),
     "a sampler, persistent workers": Case(sampled, is_divided=False),
     "a batch sampler": Case(part_in_batches, is_divided=False),
     "a stream": Case(lambda rank: continuing.stream(8)(rank, 2), is_divided=False),
@@ -293,7 +293,7 @@ def seen(loader: Any) -> dict[str, Any]:
     }
 
 
-def copy_loaders(kind: Kind, directory: Path) -> list[dict[str, Any]]:
+def copy_loaders(kind: training.Kind, directory: Path) -> list[dict[str, Any]]:
     """Return what a callback sees of a loader and of copies of it, whose samples the
     strategy divides or not.
     """
@@ -306,15 +306,15 @@ def copy_loaders(kind: Kind, directory: Path) -> list[dict[str, Any]]:
         copies.extend(map(seen, (loader, created_again, copy.copy(loader), pickled)))
 
     for is_divided in (True, False):
-        loader = OwnLoader(Numbers(SAMPLES), batch_size=2, shuffle=True, own="given")
+        loader = OwnLoader(continuing.Numbers(SAMPLES), batch_size=2, shuffle=True, own="given")
         copying = training.At("on_train_start", copy_loader)
         options = {"use_distributed_sampler": is_divided, "max_epochs": 1}
-        read(kind, directory, given(loader), [copying], **options)
+        continuing.read(kind, directory, given(loader), [copying], **options)
     assert len(copies) == 8
     return copies
 
 
 def test_copies_of_a_loader_in_a_run_are_as_with_stock(tmp_path: Path) -> None:
     """A loader, and one that is copied, pickled or created again, have the user's class."""
-    ours, stock = on_both(copy_loaders, tmp_path)
+    ours, stock = training.on_both(copy_loaders, tmp_path)
     assert ours == stock
