@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import (
@@ -232,25 +231,6 @@ class Net(L.LightningModule):
 
 
 WITHOUT_DROPOUT = partial(Net, dropout=0.0)
-
-
-class LongValidated(Net):
-    """Can be stopped in the middle of a validation.
-
-    Its ranks stay in step, or one might finish it before the stop.
-    """
-
-    samples = 120
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(Numbers(self.samples), batch_size=1)
-
-    def validation_step(self, batch: Tensor, index: int) -> None:
-        dist.all_reduce(torch.zeros(1))
-        self.log("result", self.layers(batch).sum(), sync_dist=True)
-
-    def on_validation_end(self) -> None:
-        self.happens("result", float(self.trainer.callback_metrics["result"]))
 
 
 Batches = dict[int, list[list[int]]]  # by epoch

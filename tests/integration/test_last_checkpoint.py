@@ -2,6 +2,7 @@
 
 import os
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,10 +77,6 @@ def refused_command(kind: training.Kind, directory: Path, kept: Path | str) -> s
     return f"{caught.type.__name__}: {caught.value}"
 
 
-def alter(path: Path) -> None:
-    flip(path, "data/1")
-
-
 def make_unreadable(path: Path) -> None:
     path.unlink()
     path.symlink_to("/proc/self/mem")  # where nothing is mapped, reading is an error
@@ -100,7 +97,10 @@ def test_last_is_the_stop_checkpoint_even_if_it_cannot_be_read(tmp_path: Path) -
     (kept / "last.ckpt").rename(kept / "last-v1.ckpt")
     remedy = "use an earlier checkpoint (with ckpt_path='last', delete this file)"
     errors = {
-        alter: ("DamagedCheckpointError: checkpoint {} is damaged: ", remedy),
+        partial(flip, record="data/1"): (
+            "DamagedCheckpointError: checkpoint {} is damaged: ",
+            remedy,
+        ),
         make_unreadable: ("CheckpointError: checkpoint {} could not be read: OSError: ", ""),
     }
     for damage, (begin, end) in errors.items():

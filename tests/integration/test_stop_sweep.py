@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import callbacks
 from lightning.pytorch.core import hooks
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from tests.harness import sweeps
 from tests.harness.ranks import run_ranks
@@ -162,10 +164,21 @@ DAILY = [
 ]
 
 
-class Stoppable(continuing.LongValidated):
-    """Has a shorter validation."""
+class Stoppable(continuing.Net):
+    """Can be stopped in the middle of a validation.
 
-    samples = 10
+    Its ranks stay in step, or one might finish it before the stop.
+    """
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(continuing.Numbers(10), batch_size=1)
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        dist.all_reduce(torch.zeros(1))
+        self.log("result", self.layers(batch).sum(), sync_dist=True)
+
+    def on_validation_end(self) -> None:
+        self.happens("result", float(self.trainer.callback_metrics["result"]))
 
     def happens(self, what: str, *results: float) -> None:
         """Record an event, but none of the sanity check, which a resumed run repeats."""
