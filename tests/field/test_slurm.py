@@ -532,7 +532,6 @@ def test_two_ranks_train_in_an_interactive_job(
     first rank starts the second.
     """
     launcher = ["salloc", *ONE_NODE.split(), *start.split()]
-    ended = run_script(TRAIN, launcher=launcher, cwd=tmp_path, env=slurm.environment)
-    assert ended.exit_code == 0, ended.output
-    assert "process group: gloo, 2 ranks" in ended.output
-    assert weights_in(ended.output) == undisturbed
+    output = run_script(TRAIN, launcher=launcher, cwd=tmp_path, env=slurm.environment)
+    assert "process group: gloo, 2 ranks" in output
+    assert weights_in(output) == undisturbed

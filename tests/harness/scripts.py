@@ -14,7 +14,6 @@ from typing import Any
 
 from tests.harness.ranks import (
     Environment,
-    Outcome,
     RankProcesses,
     by_hand_env,
     free_port,
@@ -31,10 +30,12 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
 }
 
 
-def run_script(path_or_source: str | Path, *argv: str, **options: Any) -> Outcome:
-    """Run a script to its end; the arguments are those of ``start_script``."""
+def run_script(path_or_source: str | Path, *argv: str, exit_code: int = 0, **options: Any) -> str:
+    """Run a script to its end, and return its output; fail unless it exits with this
+    status. The other arguments are those of ``start_script``.
+    """
     with start_script(path_or_source, *argv, **options) as script:
-        return script.wait()[0]
+        return output_of_all(script.wait(), exit_code=exit_code)
 
 
 @contextlib.contextmanager

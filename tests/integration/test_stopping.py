@@ -254,11 +254,11 @@ def test_a_command_continues_however_it_is_started(tmp_path: Path) -> None:
     script.write_text(COMMAND)
     (tmp_path / "elsewhere").mkdir()
     starts = ["python train.py", "cd elsewhere; python ../train.py", BY_TORCHRUN]
-    for start, step, ends_at in zip(starts, (0, 11, 21), ("10", "20", ""), strict=True):
-        shell = ("sh", "-c", start)
-        run = run_script(script, launcher=shell, cwd=tmp_path, env={"ENDS_AT": ends_at})
-        assert f"starts at step {step}\n" in run.output, run.story()
-    assert run.exit_code == 0, run.story()
+    ends = [("10", SIGTERM_STATUS), ("20", SIGTERM_STATUS), ("", 0)]
+    for start, step, (ends_at, exit_code) in zip(starts, (0, 11, 21), ends, strict=True):
+        options = {"launcher": ("sh", "-c", start), "env": {"ENDS_AT": ends_at}}
+        output = run_script(script, cwd=tmp_path, exit_code=exit_code, **options)
+        assert f"starts at step {step}\n" in output
     assert not list(tmp_path.rglob("*preempted*"))
     assert not list(tmp_path.rglob("train-*"))
 

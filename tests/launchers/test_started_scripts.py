@@ -53,11 +53,10 @@ def test_ranks_of_a_module_start_as_it_did(tmp_path: Path) -> None:
     package.mkdir()
     (package / "train.py").write_text(SCRIPT)
     launcher = ("env", "-C", str(tmp_path), "python", "-m", "pkg.train", "--lr", "0.1")
-    done = run_script(NO_SCRIPT, launcher=launcher)
-    assert done.exit_code == 0, done.output
+    output = run_script(NO_SCRIPT, launcher=launcher)
     arguments = ["--lr", "0.1", NO_SCRIPT]
     expected = {"arguments": arguments, "directory": str(tmp_path), "world_size": 2}
-    assert start_of_each_rank(done.output) == [{**expected, "rank": rank} for rank in (0, 1)]
+    assert start_of_each_rank(output) == [{**expected, "rank": rank} for rank in (0, 1)]
 
 
 TIME_LIMIT = 90.0  # seconds; ranks that do not find each other would wait for init_timeout
@@ -94,21 +93,19 @@ def test_a_process_that_trained_alone_starts_ranks_and_joins_them() -> None:
 
     A ``RANK`` without the other variables of a launcher has no effect.
     """
-    done = run_script(ALONE_FIRST, "guarded", env={"RANK": "3"}, time_limit=TIME_LIMIT)
-    assert done.exit_code == 0, done.output
-    trains = re.findall(r"^trains: (.*)$", done.output, re.MULTILINE)
-    assert sorted(trains) == ["rank 0 of 1", "rank 0 of 2", "rank 1 of 2"], done.output
+    output = run_script(ALONE_FIRST, "guarded", env={"RANK": "3"}, time_limit=TIME_LIMIT)
+    trains = re.findall(r"^trains: (.*)$", output, re.MULTILINE)
+    assert sorted(trains) == ["rank 0 of 1", "rank 0 of 2", "rank 1 of 2"], output
 
 
 @pytest.mark.nightly
 def test_a_started_rank_refuses_a_trainer_with_fewer_devices() -> None:
     """Otherwise, the rank would train alone, as the launching process already did."""
-    done = run_script(ALONE_FIRST, "on all ranks", time_limit=TIME_LIMIT)
-    assert done.exit_code == 1, done.output
+    output = run_script(ALONE_FIRST, "on all ranks", exit_code=1, time_limit=TIME_LIMIT)
     message = (
         "ConfigurationError: this process is local rank 1, but this Trainer has devices=1; use"
     )
-    assert message in done.output
+    assert message in output
 
 
 def test_each_rank_is_described_before_an_all_reduce(tmp_path: Path) -> None:
