@@ -1,14 +1,17 @@
 """After a signal to any rank, all ranks save and stop after the same step, and the same
 command continues there. On SLURM, the ranks save before the time limit, and the requeued job
-resumes.
+resumes. Which signals stop the ranks, at which moments, and what happens to handlers that a
+process had before.
 
 ``test_resume_sweep`` and ``test_stop_sweep`` compare resumed runs with runs that were
 not stopped.
 """
 
+import os
 import signal
+import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,11 +22,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.harness import ranks
+from lightning_ddp_ext import RankZeroCheckpointIO
+from tests.harness import ranks, training
 from tests.harness.environment import Environment, by_srun
 from tests.harness.scripts import run_script
 from tests.harness.training import signalled
-from tests.integration import continuing
+from tests.integration import checkpointing, continuing
 
 SIGTERM_STATUS = 128 + signal.SIGTERM
 FROM_START = "from the start"
@@ -319,3 +323,225 @@ def test_another_job_resumes_only_if_it_is_asked_to(ckpt_path: str | None, tmp_p
     begin = FROM_START if ckpt_path is None else RESUMED
     assert [outcome.result for outcome in outcomes] == [begin] * 2, outcomes[0].story()
     assert saved.exists() is (ckpt_path is None)
+
+
+# Signals, and what happens beside them.
+
+
+STEP_START = "on_train_batch_start"
+ALL_STEPS = 6  # of two epochs
+STOP_CHECKPOINT = "last-preempted.ckpt"
+IN_DEVICE = "/dev/null/it.ckpt"  # cannot be written
+
+
+class End(NamedTuple):
+    """How a run ended on this rank.
+
+    Attributes:
+        status: the exit status; ``None`` if no signal stopped the run.
+        checkpoints: the names of the files that are left.
+        steps: the number of steps.
+    """
+
+    status: int | None
+    checkpoints: list[str]
+    steps: int
+
+
+class Stop(NamedTuple):
+    """The callbacks and the strategy of a run, and how it ends."""
+
+    callbacks: list[L.Callback]
+    status: int = SIGTERM_STATUS
+    checkpoints: Sequence[str] = (STOP_CHECKPOINT,)
+    strategy: Mapping[str, Any] = {}
+
+
+def fit(
+    rank: int,
+    world_size: int,
+    directory: Path,
+    *callbacks: L.Callback,
+    strategy: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> End:
+    """Train for two epochs of three steps, or until all stop."""
+    place = directory / "run"
+    two_epochs = continuing.Training(
+        continuing.shuffled(), directory, strategy=dict(strategy), options={"max_epochs": 2}
+    )
+    run = two_epochs.run(callbacks=callbacks, default_root_dir=place, **options)
+    files = sorted(path.name for path in place.rglob("*.ckpt"))
+    return End(run.status, files, len(run.steps))
+
+
+def signal_rank_one(signum: int = signal.SIGTERM) -> L.Callback:
+    """Return a callback that sends a signal to rank 1 in its second step."""
+    return training.signalled("on_train_batch_end", 1, signum, ranks=[1])
+
+
+def test_a_failed_run_ends_in_order_after_a_launchers_sigterm(tmp_path: Path) -> None:
+    """The rank names the dead one and exits, and does not announce that it would stop."""
+    kill = training.signalled(STEP_START, 1, signal.SIGKILL, ranks=[0])
+    terminate = training.signalled("on_exception")  # as a launcher does
+    _, survivor = ranks.launch_ranks(fit, 2, tmp_path, kill, terminate)
+    assert survivor.exit_code == 1, survivor.story()
+    assert survivor.failure.type_name == "RankDiedError"
+    assert "will finish the current step" not in survivor.output
+
+
+def lose_wakeup(trainer: L.Trainer) -> None:
+    """Do what asyncio does when its loop ends."""
+    signal.set_wakeup_fd(-1)
+
+
+def validate_in_step(trainer: L.Trainer) -> None:
+    """Run another Trainer."""
+    strategy = training.make_strategy("ours", Path(trainer.default_root_dir).parent)
+    inner = training.make_trainer(strategy, limit_val_batches=2)
+    inner.validate(training.Net(), verbose=False)
+
+
+# What happens beside a signal, the exit status, and the files.
+STOPS = {
+    "without a stop checkpoint": Stop(
+        [signal_rank_one()], SIGTERM_STATUS, [], {"stop_checkpoint": None}
+    ),
+    "a step that resets the signal's wake-up descriptor": Stop(
+        [training.At(STEP_START, lose_wakeup), signal_rank_one()]
+    ),
+    "a step that runs another Trainer": Stop(
+        [training.At(STEP_START, validate_in_step), signal_rank_one()]
+    ),
+    # As with stock, a second Ctrl-C exits immediately.
+    "a second interrupt": Stop([training.signalled(STEP_START, signum=signal.SIGINT)] * 2, 1, []),
+}
+
+
+@pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
+def test_a_signal_to_any_rank_stops_all(stop: Stop, tmp_path: Path) -> None:
+    """All ranks exit with the same status before their last step, and leave the stop
+    checkpoint.
+    """
+    for end in ranks.run_ranks(fit, 2, tmp_path, *stop.callbacks, strategy=stop.strategy):
+        assert (end.status, end.checkpoints) == (stop.status, [*stop.checkpoints])
+        assert end.steps < ALL_STEPS
+
+
+def stop_after_failed_save(rank: int, world_size: int, directory: Path) -> End:
+    """Save in the background below a device, and send SIGTERM to rank 1 in this step."""
+    save = training.At("on_train_batch_end", lambda trainer: trainer.save_checkpoint(IN_DEVICE))
+    stop = training.signalled("on_train_batch_end", ranks=[1])
+    strategy = {"checkpoint_io": checkpointing.FailsWhenAwaited(lambda path: path == IN_DEVICE)}
+    return fit(rank, world_size, directory, save, stop, strategy=strategy)
+
+
+def test_the_stop_checkpoint_is_saved_also_after_a_save_that_failed(tmp_path: Path) -> None:
+    """The save of the stop does not raise the error of an earlier one in the background."""
+    for end in ranks.run_ranks(stop_after_failed_save, 2, tmp_path):
+        assert end.status == SIGTERM_STATUS
+        assert end.checkpoints == [STOP_CHECKPOINT]
+
+
+def stop_process_group(
+    rank: int, world_size: int, directory: Path, context: str, signum: int
+) -> End:
+    """Send a signal to rank 1 and its loader's worker, in the third of an epoch's 30 steps."""
+    os.setpgid(0, 0)  # the rank and its worker are a process group
+    loaders = continuing.shuffled(120, num_workers=1, multiprocessing_context=context)
+    send = training.At(STEP_START, lambda _: os.killpg(0, signum), earlier=2, ranks=[1])
+    run = continuing.Training(loaders, directory).run(callbacks=[send], default_root_dir=directory)
+    return End(run.status, [path.name for path in directory.rglob("*.ckpt")], len(run.steps))
+
+
+@pytest.mark.parametrize(
+    ("context", "signum"),
+    [
+        ("fork", signal.SIGTERM),
+        ("fork", signal.SIGINT),
+        pytest.param("spawn", signal.SIGTERM, marks=pytest.mark.nightly),
+    ],
+)
+def test_workers_leave_the_signal_of_a_group_to_their_rank(
+    context: str, signum: int, tmp_path: Path
+) -> None:
+    """A rank needs its workers until it stops.
+
+    torchrun and terminals send a signal to all processes of a group.
+    """
+    for end in ranks.run_ranks(stop_process_group, 2, tmp_path, context, signum):
+        assert end.status == 128 + signum
+        assert end.checkpoints == [STOP_CHECKPOINT]
+        assert 3 <= end.steps < 30
+
+
+def stop_beside_handler(rank: int, world_size: int, directory: Path) -> list[int]:
+    """Send SIGTERM to rank 1 of ranks that have a handler for it; return the signals that
+    the handler got.
+    """
+    passed_on: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        passed_on.append(number)
+
+    signal.signal(signal.SIGTERM, handle)
+    end = fit(rank, world_size, directory, signal_rank_one())
+    assert end.status == SIGTERM_STATUS
+    assert signal.getsignal(signal.SIGTERM) is handle
+    return passed_on
+
+
+def test_a_signal_is_passed_on_to_the_users_handler(tmp_path: Path) -> None:
+    """The user's earlier handler is called, and restored afterwards."""
+    assert ranks.run_ranks(stop_beside_handler, 2, tmp_path) == [[], [signal.SIGTERM]]
+
+
+def train_in_background(rank: int, world_size: int, directory: Path) -> End:
+    """Ignore Ctrl-C, as in a shell's background; send it to rank 1, and then to all."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end = fit(rank, world_size, directory, signal_rank_one(signum=signal.SIGINT))
+    os.kill(os.getpid(), signal.SIGINT)  # ends a rank that no longer ignores it
+    return end
+
+
+def test_a_signal_that_a_process_ignores_stops_nothing(tmp_path: Path) -> None:
+    """All ranks train to the end, and afterwards still ignore it."""
+    for end in ranks.run_ranks(train_in_background, 2, tmp_path):
+        assert end == End(None, [], ALL_STEPS)
+
+
+class SignalsAtTheEnd(RankZeroCheckpointIO):
+    """Sends SIGTERM to this process when the Trainer's run is over on all ranks."""
+
+    def teardown(self) -> None:
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGTERM)
+        super().teardown()
+
+
+def test_sigterm_ends_a_process_after_its_last_step(tmp_path: Path) -> None:
+    """A signal has its usual effect if it arrives too late to stop a run."""
+    strategy = {"checkpoint_io": SignalsAtTheEnd()}
+    for outcome in ranks.launch_ranks(fit, 2, tmp_path, strategy=strategy):
+        assert outcome.exit_code == -signal.SIGTERM, outcome.story()
+
+
+def hold_rank_one(rank: int, world_size: int, directory: Path) -> None:
+    """Train with a short default timeout for sockets, while rank 1 is stuck in a step."""
+    socket.setdefaulttimeout(0.001)
+    stick = training.At(STEP_START, lambda _: ranks.hold("in step 1"), earlier=1, ranks=[1])
+    fit(rank, world_size, directory, stick, strategy={"save_deadline": 1})
+
+
+def test_all_end_within_the_deadline_though_a_rank_does_not_stop(tmp_path: Path) -> None:
+    """The other rank exits with the signal's status, and names the stuck rank."""
+    with ranks.RankProcesses(hold_rank_one, 2, tmp_path) as processes:
+        processes.wait_for("in step 1", rank=1)
+        processes.kill(1, signal.SIGSTOP)
+        processes.kill(0, signal.SIGTERM)
+        [other] = processes.wait(0)
+        assert other.exit_code == SIGTERM_STATUS
+        assert "not stopped within 1 s (save_deadline), and rank 1 (host" in other.output
+        processes.kill(1, signal.SIGCONT)
+        [stuck] = processes.wait(1)
+        assert stuck.exit_code != 0
