@@ -94,23 +94,16 @@ class End(NamedTuple):
 
 
 class Slurm:
-    """A SLURM whose files are in a directory; the context manager starts its daemons,
-    and ends them and all jobs.
-    """
+    """A SLURM whose files are in a directory; ``end`` ends its daemons and all jobs."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._configuration = root / "slurm.conf"
         self._daemons: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Slurm:
+    def start(self) -> None:
         self._configure()
-        try:
-            self._start_daemons()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+        self._start_daemons()
 
     def _configure(self) -> None:
         """Write the files that the daemons read."""
@@ -152,7 +145,7 @@ class Slurm:
             self._start("unshare", "--mount", "sh", "-c", slurmd)
         self._wait_until(self._has_idle_nodes, "its nodes are not idle")
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
         is_controlled = self._execute("scancel", "--user=root").returncode == 0
         if is_controlled:
             self._wait_until(self._has_no_jobs, "jobs are left")
@@ -291,8 +284,12 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     missing = [program for program in PROGRAMS if path_of(program) is None]
     skip_because(f"{', '.join(missing)} not installed" if missing else None)
     skip_because("SLURM's daemons need root" if os.geteuid() != 0 else None)
-    with Slurm(tmp_path_factory.mktemp("slurm")) as started:
+    started = Slurm(tmp_path_factory.mktemp("slurm"))
+    try:
+        started.start()
         yield started
+    finally:
+        started.end()
 
 
 def submit(

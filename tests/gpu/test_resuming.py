@@ -130,10 +130,8 @@ def test_each_start_method_trains_on_a_gpu(start_method: str, tmp_path: Path) ->
     """
     by_hand, _ = weights_after([], plan_on(GLOO), GLOO, tmp_path / "by hand")
     del by_hand["steps"]  # which only ranks that are started by hand return
-    directory = tmp_path / "started"
-    directory.mkdir()
     plan = plan_on(GLOO, start_method=start_method)
-    [started] = launch_ranks(early_ends.train, 1, plan, directory, env={})
+    [started] = launch_ranks(early_ends.train, 1, plan, tmp_path / "started", env={})
     assert started.exit_code == 0, started.story()
     training.assert_same(started.result, by_hand)
 

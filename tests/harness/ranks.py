@@ -52,7 +52,6 @@ __all__ = [
     "launch_ranks",
     "measured_coverage",
     "output_of_all",
-    "python_path",
     "rank_name",
     "run_ranks",
     "start_server",
@@ -262,7 +261,7 @@ class RankProcesses:
                 self._world_size,
                 self._call,
                 host=self._hosts[number],
-                environment=environment_of(number, self._env),
+                environment=environment_of(number, {"PYTHONPATH": _python_path(), **self._env}),
                 cwd=os.getcwd(),
                 output=Path(self._directory.name, f"{number}.output"),
                 time_limit=self._time_limit,
@@ -456,12 +455,12 @@ def start_server() -> None:
     }
     # Threads for computing must not exist in a process that forks.
     environment["OMP_NUM_THREADS"] = "1"
-    environment["PYTHONPATH"] = python_path()
+    environment["PYTHONPATH"] = _python_path()
     with mock.patch.dict(os.environ, environment, clear=True):
         forkserver.ensure_running()
 
 
-def python_path() -> str:
+def _python_path() -> str:
     """Return a ``PYTHONPATH`` with which any process finds the package and its tests."""
     return os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
 

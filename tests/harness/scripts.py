@@ -19,7 +19,6 @@ from tests.harness.ranks import (
     free_port,
     launch_ranks,
     output_of_all,
-    python_path,
 )
 
 # In scripts that fork their ranks, instead of running again for each.
@@ -129,7 +128,6 @@ def _changes_to_a_shell() -> Environment:
     """
     return {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-        "PYTHONPATH": python_path(),
         "PYTHONFAULTHANDLER": "1",
         "OMP_NUM_THREADS": "1",  # two would wait for each other's core
         "PYTHONDONTWRITEBYTECODE": None,  # each process would compile the package anew

@@ -150,11 +150,12 @@ def make_trainer(strategy: Any, **options: Any) -> L.Trainer:
 
 
 def make_strategy(kind: Kind, directory: Path, **options: Any) -> DDPStrategy:
-    """Return our strategy for ranks started by hand, with a file in ``directory``; or
-    stock, in a ``stock_group``.
+    """Return our strategy for ranks started by hand, with a file in ``directory``, which
+    may be missing; or stock, in a ``stock_group``.
     """
     if kind == "stock":
         return DDPStrategy(**options)
+    directory.mkdir(parents=True, exist_ok=True)
     from lightning_ddp_ext import DDPExtStrategy  # stock is to be judged without it
 
     return DDPExtStrategy(init_method=f"file://{directory}/store", **options)

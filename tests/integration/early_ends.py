@@ -192,7 +192,6 @@ def survive(
         may_miss: whether a run may end before the moment of its kill.
         may_lose: whether steps after the last checkpoint may be lost, as with NCCL.
     """
-    directory.mkdir(exist_ok=True)
     for kill in (*kills, None):
         outcomes = launch_ranks(train, world_size, replace(plan, kill=kill), directory, **options)
         if not any(outcome.exit_code for outcome in outcomes):

@@ -1,7 +1,7 @@
 """Predictions of all ranks, once each and in the dataset's order, on rank 0."""
 
 import tracemalloc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext import DDPExtStrategy, ExactDistributedSampler, SamplingError
@@ -23,19 +23,6 @@ from tests.harness.environment import Network
 class Pair(NamedTuple):
     whole: Any
     half: Any
-
-
-class Backwards(Sampler[int]):
-    """Yields indices from the last to the first, as tensors."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(torch.arange(len(self.data)).flip(0))
-
-    def __len__(self) -> int:
-        return len(self.data)
 
 
 def structured(x: Tensor) -> Any:
@@ -96,7 +83,7 @@ CASES = {
         lambda rank: loader(5), structured(torch.arange(5.0)), predict=structured
     ),
     "several loaders": Case(
-        lambda rank: [loader(5), loader(5, sampler=Backwards(range(5))), loader(2)],
+        lambda rank: [loader(5), loader(5, sampler=[*torch.arange(5).flip(0)]), loader(2)],
         gathered=[torch.arange(5.0), torch.arange(5.0), torch.arange(2.0)],
     ),
     "the user's batch sampler": Case(

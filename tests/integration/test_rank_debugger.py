@@ -60,7 +60,6 @@ def type_at_prompt() -> None:
 def assert_trained_as_without_debugger(
     debugged: list[ranks.Outcome], model: Secretive, directory: Path
 ) -> None:
-    directory.mkdir()
     model.stop = None
     undisturbed = training.fit_on(2, directory, model, max_epochs=1)
     results = [outcome.result for outcome in undisturbed]

@@ -375,12 +375,6 @@ def run_command(
     return CommandRun(begun[0], trainer.global_step)
 
 
-def run_until_stopped(kind: training.Kind, directory: Path, kept: Path) -> CommandRun:
-    """Send SIGTERM to rank 1 in the second epoch."""
-    stop = training.signalled("on_train_batch_end", STEPS + 1, ranks=[1])
-    return run_command(kind, directory, kept, stop)
-
-
 def refused_command(kind: training.Kind, directory: Path, kept: Path | str) -> str:
     """Return the error of a command that resumes."""
     with pytest.raises(CheckpointError) as caught:
@@ -401,7 +395,8 @@ def test_last_is_the_stop_checkpoint_even_if_it_cannot_be_read(tmp_path: Path) -
     version in its name.
     """
     kept = tmp_path / "kept"
-    stopped, _ = training.on_ranks("ours", run_until_stopped, tmp_path, kept)
+    stop = training.signalled("on_train_batch_end", STEPS + 1, ranks=[1])  # in the second epoch
+    stopped, _ = training.on_ranks("ours", run_command, tmp_path, kept, stop)
     assert stopped.first_step == 0
     assert stopped.last_step > STEPS + 1
     [newest] = kept.glob("*/last-preempted.ckpt")

@@ -61,7 +61,7 @@ def fit_then_fit(rank: int, world_size: int, directory: Path) -> tuple[str, str]
     """Return the errors of Trainers with another device and with another init method."""
     training.fit("ours", directory, training.Net())
     same_place = training.make_strategy("ours", directory)
-    elsewhere = training.make_strategy("ours", Path("/elsewhere"))
+    elsewhere = training.make_strategy("ours", directory / "elsewhere")
     return (
         refusal(training.make_trainer(same_place, devices=3)),
         refusal(training.make_trainer(elsewhere)),
@@ -79,8 +79,8 @@ def test_other_ranks_or_another_init_method_are_refused(tmp_path: Path) -> None:
         )
         assert elsewhere == (
             f"this process's group was formed with init_method 'file://{tmp_path}/store', but"
-            " this Trainer requests 'file:///elsewhere/store'; use the same init_method for"
-            " every Trainer of a script"
+            f" this Trainer requests 'file://{tmp_path}/elsewhere/store'; use the same init_method"
+            " for every Trainer of a script"
         )
 
 

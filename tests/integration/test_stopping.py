@@ -26,7 +26,6 @@ from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.harness import ranks, training
 from tests.harness.environment import Environment, by_srun
 from tests.harness.scripts import run_script
-from tests.harness.training import signalled
 from tests.integration import checkpointing, continuing
 
 SIGTERM_STATUS = 128 + signal.SIGTERM
@@ -43,6 +42,7 @@ class Place(NamedTuple):
     options: Callable[[Path], dict[str, Any]]
 
 
+STOP_CHECKPOINT = "last-preempted.ckpt"  # by default
 OF_COMMAND = "checkpoints/*-????????-1/last-preempted.ckpt"
 PLACES = {
     "as Lightning chooses": Place(OF_COMMAND, lambda root: {"logger": True}),
@@ -67,7 +67,7 @@ def run_command(place: Place, root: Path, *callbacks: L.Callback, **options: Any
     """Run a command for two epochs, from its last checkpoint if there is one."""
     defaults = {"enable_checkpointing": True, "ckpt_path": "last"}
     chosen: dict[str, Any] = {**defaults, **place.options(root), **options}
-    strategy = {"stop_checkpoint": chosen.pop("stop_checkpoint", "last-preempted.ckpt")}
+    strategy = {"stop_checkpoint": chosen.pop("stop_checkpoint", STOP_CHECKPOINT)}
     chosen["callbacks"] = [*chosen.pop("callbacks", ()), *callbacks]
     command = continuing.Training(continuing.shuffled(), root.parent, strategy=strategy)
     run = command.run(max_epochs=2, default_root_dir=root, **chosen)
@@ -79,16 +79,16 @@ def begin_of(run: continuing.Run) -> str:
     return FROM_START if run.steps[0].moment == (0, 0) else RESUMED
 
 
-def stop_rank_one() -> L.Callback:
-    """Return a callback that sends SIGTERM to rank 1 in the second step."""
-    return signalled("on_train_batch_end", 1, ranks=[1])
+def signal_rank_one(signum: int = signal.SIGTERM) -> L.Callback:
+    """Return a callback that sends a signal to rank 1 in its second step."""
+    return training.signalled("on_train_batch_end", 1, signum, ranks=[1])
 
 
 def run_twice(rank: int, world_size: int, directory: Path, name: str) -> None:
     """Run a command that is stopped, and run it again."""
     place = PLACES[name]
     root = directory / name
-    stopped = run_command(place, root, stop_rank_one())
+    stopped = run_command(place, root, signal_rank_one())
     assert stopped.status == SIGTERM_STATUS
     assert len(list(root.glob(place.pattern))) == 1
     dist.barrier()
@@ -125,7 +125,7 @@ def run_alone(
     sys.argv = ["train.py", *words]
     command = continuing.Training(continuing.shuffled(), directory, devices=1)
     run = command.run(
-        callbacks=[signalled("on_train_batch_end", 1)] if stops else [],
+        callbacks=[training.signalled("on_train_batch_end", 1)] if stops else [],
         ckpt_path=ckpt_path,
         logger=True,
         enable_checkpointing=True,
@@ -176,7 +176,7 @@ def cross_validate(
     """Return where each fold begins, until one is stopped."""
     begins = []
     for fold in range(FOLDS):
-        callbacks = [stop_rank_one()] if fold == stopped_fold else []
+        callbacks = [signal_rank_one()] if fold == stopped_fold else []
         run = run_command(PLACES["as Lightning chooses"], directory / "folds", *callbacks)
         begins.append(begin_of(run))
         if run.status is not None:
@@ -205,7 +205,7 @@ def save_by_a_callback(rank: int, world_size: int, directory: Path, stops: bool)
     """
     saver = ModelCheckpoint(directory, save_last=True)
     place = Place("last.ckpt", lambda root: {"stop_checkpoint": directory / "last.ckpt"})
-    callbacks = [saver, stop_rank_one()] if stops else [saver]
+    callbacks = [saver, signal_rank_one()] if stops else [saver]
     return begin_of(run_command(place, directory / "run", *callbacks))
 
 
@@ -277,7 +277,7 @@ def run_job(
 
     If ``is_stopped``, the signal that announces the time limit of a job stops the run.
     """
-    time_limit = signalled("on_train_batch_end", 1, signal.SIGUSR1, ranks=[1])
+    time_limit = training.signalled("on_train_batch_end", 1, signal.SIGUSR1, ranks=[1])
     callbacks = [time_limit] if is_stopped else []
     place = PLACES["no callback"]
     return begin_of(run_command(place, directory / "run", *callbacks, ckpt_path=ckpt_path))
@@ -330,7 +330,6 @@ def test_another_job_resumes_only_if_it_is_asked_to(ckpt_path: str | None, tmp_p
 
 STEP_START = "on_train_batch_start"
 ALL_STEPS = 6  # of two epochs
-STOP_CHECKPOINT = "last-preempted.ckpt"
 IN_DEVICE = "/dev/null/it.ckpt"  # cannot be written
 
 
@@ -373,11 +372,6 @@ def fit(
     run = two_epochs.run(callbacks=callbacks, default_root_dir=place, **options)
     files = sorted(path.name for path in place.rglob("*.ckpt"))
     return End(run.status, files, len(run.steps))
-
-
-def signal_rank_one(signum: int = signal.SIGTERM) -> L.Callback:
-    """Return a callback that sends a signal to rank 1 in its second step."""
-    return training.signalled("on_train_batch_end", 1, signum, ranks=[1])
 
 
 def test_a_failed_run_ends_in_order_after_a_launchers_sigterm(tmp_path: Path) -> None:

@@ -44,7 +44,6 @@ from tests.harness.training import (
 )
 
 METHODS = ("env", "tcp", "file")
-ROOT = str(Path(__file__).parents[2])
 
 
 # The script. Its only argument has the options of ``main`` as JSON. It prints reports as
@@ -192,9 +191,7 @@ def learn_as(kind: Kind, directory: Path) -> tuple[str, list[Any]]:
 
 def run_train(argument: str, env: Environment, processes: int = 2, **options: Any) -> str:
     """Run the script in several processes, which must succeed; return their output."""
-    return output_of_all(
-        launch_ranks(be_train, processes, argument, env=env | {"PYTHONPATH": ROOT}, **options)
-    )
+    return output_of_all(launch_ranks(be_train, processes, argument, env=env, **options))
 
 
 def be_train(rank: int, world_size: int, argument: str) -> None:
@@ -282,7 +279,7 @@ def test_torchrun(tmp_path: Path) -> None:
     death = {"rank": 0, "restart": 0, "run": 1}
     words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", __file__]
     words.append(runs.argument(death=death))
-    env: Environment = {"PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": None}
+    env: Environment = {"GLOO_SOCKET_IFNAME": None}
     output = output_of_all(launch_ranks(be_torchrun, 1, words, env=env))
     # Both ranks return from the first run, and after the restart from all three.
     runs.expect_trained(output, returns=2 * (1 + 3), connections=[2, 2, 1])

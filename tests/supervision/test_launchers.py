@@ -97,7 +97,7 @@ def training_script(
     Rank 1 ``stays`` at its start or ``lingers`` after training, as ``rank_one`` says.
     """
     mark = f"{os.environ[MARK]}/script"
-    env = {**(env or {}), "PYTHONPATH": str(Path(__file__).parents[2]), MARK: mark}
+    env = {**(env or {}), MARK: mark}
     with tempfile.TemporaryDirectory() as cwd:
         path = Path(cwd, "script.py")
         path.write_text(SCRIPT)
