@@ -7,7 +7,6 @@ work.
 """
 
 import os
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -128,11 +127,9 @@ class Wide(training.Net):
 
 def pytest_report_header() -> str:
     """Print this machine's GPUs and versions above the tests."""
-    command = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader || echo none"
-    gpus = subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
-    used = gpus.replace("\n", " ") if IS_GPU else "CPU stand-ins"
-    return f"torch {torch.__version__}, NCCL {nccl}, GPUs: {used}"
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    nccl = torch.cuda.nccl.version() if gpus else "none"
+    return f"torch {torch.__version__}, NCCL {nccl}, GPUs: {gpus if IS_GPU else 'CPU stand-ins'}"
 
 
 @pytest.fixture(scope="session", autouse=True)

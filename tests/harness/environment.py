@@ -201,18 +201,10 @@ class Host:
         )
 
 
-@dataclass(frozen=True)
-class Network:
-    """The hosts on one switch, as a sequence; see ``network``."""
+class Network(list[Host]):
+    """The hosts on one switch; see ``network``."""
 
-    hosts: tuple[Host, ...]
     switch: Host
-
-    def __iter__(self) -> Iterator[Host]:
-        return iter(self.hosts)
-
-    def __getitem__(self, index: int) -> Host:
-        return self.hosts[index]
 
     def cut(self) -> None:
         """Pull the second host's cable out of the switch: from now on packets to and
@@ -226,10 +218,11 @@ def network(*names: str) -> Iterator[Network]:
     """Make hosts with these names, and remove them after the block."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
-        numbered = enumerate(("switch", *names))
-        switch, *hosts = (
-            stack.enter_context(_host(number, name, directory)) for number, name in numbered
+        hosts = Network(
+            stack.enter_context(_host(number, name, directory))
+            for number, name in enumerate(("switch", *names))
         )
+        hosts.switch = hosts.pop(0)
         lines = [
             "127.0.0.1 localhost",
             "::1 localhost",
@@ -237,8 +230,8 @@ def network(*names: str) -> Iterator[Network]:
         ]
         for host in hosts:
             host.hosts_file.write_text("\n".join(lines) + "\n")
-        _lay_cables(hosts, switch)
-        yield Network(tuple(hosts), switch)
+        _lay_cables(hosts, hosts.switch)
+        yield hosts
 
 
 @functools.cache

@@ -83,7 +83,6 @@ class Case(NamedTuple):
     strategy: Mapping[str, Any] = {}
 
 
-FIND_UNUSED = {"find_unused_parameters": True}
 BUCKET_VIEWS = {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}
 LOCAL_AFTER_STEP_2 = PostLocalSGDState(None, None, 2)
 MODEL_AVERAGING = {"ddp_comm_state": LOCAL_AFTER_STEP_2, "model_averaging_period": 2}
@@ -93,7 +92,7 @@ CASES = {
     "bf16-mixed": Case(trainer={"precision": "bf16-mixed", **SHORT}),
     "clipping by hand": Case(ByHand, SHORT),
     "manual accumulation in a static graph": Case(Accumulates, strategy={"static_graph": True}),
-    "a closure": Case(WithClosure, SHORT, FIND_UNUSED),
+    "a closure": Case(WithClosure, SHORT, {"find_unused_parameters": True}),
     "bucket views": Case(trainer=SHORT, strategy=BUCKET_VIEWS),
     "own buffers": Case(trainer=SHORT, strategy={"broadcast_buffers": False, "init_sync": False}),
     "model averaging": Case(strategy=MODEL_AVERAGING),

@@ -7,16 +7,15 @@ that starts it: they have imported torch and Lightning already.
 import json
 import os
 import re
-import socket
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import psutil
 import pytest
 import torch.distributed as dist
 import torch.distributed.run
@@ -224,19 +223,12 @@ def test_srun(tmp_path: Path) -> None:
     runs.expect_trained(run_train(runs.argument(), by_srun()))
 
 
-def loopback() -> str:
-    """Return the loopback address of IPv6, or of IPv4 in containers that lack IPv6."""
-    with suppress(OSError), socket.socket(socket.AF_INET6) as listener:
-        listener.bind(("::1", 0))
-        return "::1"
-    return "127.0.0.1"
-
-
 def test_mpirun(tmp_path: Path) -> None:
     """A process of Open MPI's mpirun is a rank, also where mpi4py is not installed;
     rank 0 may have an IPv6 address.
     """
-    host = loopback()
+    of_this_host = [each.address for each in psutil.net_if_addrs()["lo"]]
+    host = "::1" if "::1" in of_this_host else "127.0.0.1"
     address = f"[{host}]" if ":" in host else host
     runs = Runs(tmp_path, "tcp", "file", tcp=f"tcp://{address}:{free_port(host)}")
     runs.expect_trained(run_train(runs.argument(), by_mpirun()))

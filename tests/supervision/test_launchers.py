@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,9 +24,17 @@ import pytest
 import torch.distributed as dist
 
 import lightning_ddp_ext as ddpx
+from lightning_ddp_ext.forced_exit import ForcedExit
 from lightning_ddp_ext.supervision.started_ranks import ChildScripts
 from tests.harness.environment import MARK, marked, name_of, wait_until_exited
-from tests.harness.ranks import Environment, RankProcesses, announce, free_port, rank_name
+from tests.harness.ranks import (
+    Environment,
+    RankProcesses,
+    announce,
+    free_port,
+    launch_ranks,
+    rank_name,
+)
 from tests.harness.scripts import be_the_script, run_script
 from tests.harness.training import At, Net, boom, die, in_step, make_trainer, wait_for_ever
 
@@ -282,3 +291,24 @@ def test_a_signal_to_the_launching_process_alone_ends_the_ranks(
     assert outcome.exit_code == status, outcome.story()
     assert sentence in outcome.output, outcome.story()
     assert list(tmp_path.rglob("last-preempted.ckpt"))
+
+
+# A countdown to a forced exit.
+
+
+def exit_after_one_that_is_not_needed(rank: int, world_size: int) -> None:
+    countdown = ForcedExit("countdown")
+    was_asked = threading.Event()
+    countdown.start(0.0, 1, str, is_needed=was_asked.set)
+    was_asked.wait()
+    for thread in threading.enumerate():
+        if thread.name == "countdown":
+            thread.join()
+    countdown.start(0.0, 7, lambda: "rank 1 died")
+    threading.Event().wait()
+
+
+def test_a_countdown_can_start_again_after_one_that_was_not_needed() -> None:
+    """The process then exits with the message and the status of the second one."""
+    [outcome] = launch_ranks(exit_after_one_that_is_not_needed, 1)
+    assert (outcome.exit_code, outcome.output) == (7, "rank 1 died\n")
