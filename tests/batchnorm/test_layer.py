@@ -295,6 +295,9 @@ def in_group(
 
 
 def normalises_alone(rank: int, batch: Tensor) -> None:
+    """In evaluation and outside of the group, a rank does not wait for the others; the layer
+    normalises its batch as torch's does.
+    """
     if rank == 0:  # it must not wait for the other rank
         options: Any = {"track_running_stats": False}
         evaluated = SyncBatchNorm(3, **options).eval()(batch)
@@ -304,12 +307,10 @@ def normalises_alone(rank: int, batch: Tensor) -> None:
     torch.testing.assert_close(normalised, nn.BatchNorm1d(3)(batch))
 
 
-def test_ranks_do_not_wait_in_evaluation_and_outside_of_the_group(tmp_path: Path) -> None:
-    """The layer then normalises this rank's batch as torch's does."""
-    run_ranks(in_group, 2, tmp_path, normalises_alone)
-
-
 def refuses_inputs(rank: int, _: Tensor) -> None:
+    """Inputs that the kernels cannot take raise on every rank, with the dimensions or the
+    shape.
+    """
     with pytest.raises(ValueError, match=r"expected 2D to 5D input \(got 1D input\)"):
         SyncBatchNorm(3)(torch.ones(3))
     for channels in (1, 5):
@@ -318,12 +319,10 @@ def refuses_inputs(rank: int, _: Tensor) -> None:
             SyncBatchNorm(3, affine=False)(torch.ones(2, channels))
 
 
-def test_inputs_that_the_kernels_cannot_take_are_refused(tmp_path: Path) -> None:
-    """Every rank raises an error with the dimensions or the shape."""
-    run_ranks(in_group, 2, tmp_path, refuses_inputs)
-
-
 def refuses_one_value(rank: int, _: Tensor) -> None:
+    """One value on all ranks together raises on every rank, which keeps its running
+    statistics and takes more values later.
+    """
     layer = SyncBatchNorm(3)
     before = copy.deepcopy(layer.state_dict())
     with pytest.raises(
@@ -335,21 +334,22 @@ def refuses_one_value(rank: int, _: Tensor) -> None:
     assert layer(torch.full((1, 3), float(rank))).shape == (1, 3)
 
 
-def test_one_value_on_all_ranks_together_is_refused(tmp_path: Path) -> None:
-    """Every rank raises, keeps its running statistics, and takes more values later."""
-    run_ranks(in_group, 2, tmp_path, refuses_one_value)
-
-
 def refuses_second_derivative(_: int, batch: Tensor) -> None:
+    """The layer cannot be differentiated twice: every rank raises, instead of computing a
+    wrong gradient.
+    """
     loss = SyncBatchNorm(3)(batch.requires_grad_()).square().sum()
     [gradient] = torch.autograd.grad(loss, batch, create_graph=True)
     with pytest.raises(RuntimeError, match="trying to differentiate twice a function"):
         gradient.square().sum().backward()
 
 
-def test_the_layer_cannot_be_differentiated_twice(tmp_path: Path) -> None:
-    """Every rank raises an error, instead of computing a wrong gradient."""
-    run_ranks(in_group, 2, tmp_path, refuses_second_derivative)
+@pytest.mark.parametrize(
+    "check", [normalises_alone, refuses_inputs, refuses_one_value, refuses_second_derivative]
+)
+def test_the_layer_on_two_ranks(check: Callable[[int, Tensor], None], tmp_path: Path) -> None:
+    """Each rank does what the functions above say."""
+    run_ranks(in_group, 2, tmp_path, check)
 
 
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])

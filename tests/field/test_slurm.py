@@ -23,7 +23,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.field import train
-from tests.field.train import weights_in
+from tests.field.train import starts_in, stops_in, weights_in
 from tests.harness.environment import MARK, free_port, skip_because
 from tests.harness.scripts import run_script
 
@@ -308,26 +308,14 @@ def submit(
     return slurm.submit(*options.split(), f"--wrap={start} {TRAIN} {quoted}", cwd=cwd)
 
 
-def starts_of(job: Job) -> set[int]:
-    """Return the steps from which ranks trained."""
-    steps = re.findall(r"^rank \d of 2 trains from step (\d+)$", job.output, re.MULTILINE)
-    return set(map(int, steps))
-
-
-def stops_of(job: Job) -> list[int]:
-    """Return the steps after which all ranks stopped and saved."""
-    steps = re.findall(r"all ranks stop after step (\d+); saved to", job.output)
-    return list(map(int, steps))
-
-
 def expect_resumed(job: Job, undisturbed: set[str]) -> None:
     """Fail unless the job was requeued, continued after the step at which it stopped,
     and learned the same.
     """
     assert job.wait() == FINISHED_AFTER_A_REQUEUE, job.output
-    stops = stops_of(job)
+    stops = stops_in(job.output)
     assert stops, job.output
-    assert starts_of(job) == {0, *stops}, job.output
+    assert {start.step for start in starts_in(job.output)} == {0, *stops}, job.output
     assert weights_in(job.output) == undisturbed, job.output
     # Lightning's own handler, which ours replaces, logs "Bypassing SIGTERM" and does no more.
     assert "Bypassing" not in job.output
@@ -453,11 +441,11 @@ def test_a_job_that_is_not_requeued_saves_and_a_new_job_continues(
     arguments = ["step=0.5", once(command)]
     job = submit(slurm, tmp_path, *arguments)
     assert job.wait() == End(state, requeues=0), job.output
-    stops = stops_of(job)
+    stops = stops_in(job.output)
     assert len(stops) == 1, job.output
     again = submit(slurm, tmp_path, *arguments)
     assert again.wait() == FINISHED, again.output
-    assert starts_of(again) == set(stops), again.output
+    assert {start.step for start in starts_in(again.output)} == set(stops), again.output
     assert weights_in(again.output) == undisturbed
 
 
@@ -465,7 +453,7 @@ def test_a_job_whose_step_is_cancelled_saves_nothing(slurm: Slurm, tmp_path: Pat
     """The job fails, and is not requeued."""
     job = submit(slurm, tmp_path, "step=0.5", once("scancel $SLURM_JOB_ID.0"))
     assert job.wait() == FAILED, job.output
-    assert stops_of(job) == [], job.output
+    assert stops_in(job.output) == [], job.output
 
 
 DIED = r"^\[rank 0\] RankDiedError: rank 1 \(host .+\) died"

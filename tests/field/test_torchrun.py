@@ -4,16 +4,14 @@ process fails.
 
 import itertools
 import math
-import re
 import signal
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from tests.field import train
-from tests.field.train import weights_in
+from tests.field.train import Start, starts_in, stops_in, weights_in
 from tests.harness.ranks import Environment, RankProcesses, free_port, output_of_all
 from tests.harness.scripts import start_script
 
@@ -65,26 +63,6 @@ def run(directory: Path, *arguments: str) -> str:
     job = Job(directory, *arguments)
     with job.start_agent(is_host=True) as first, job.start_agent() as second:
         return output_of_all([*first.wait(), *second.wait()])
-
-
-class Start(NamedTuple):
-    """The step from which ranks trained, and their number."""
-
-    step: int
-    ranks: int
-
-
-def starts_in(output: str) -> list[Start]:
-    """Return the starts that rank 0 has printed, sorted by step."""
-    starts = re.findall(r"^rank 0 of (\d) trains from step (\d+)$", output, re.MULTILINE)
-    return sorted(Start(int(step), int(ranks)) for ranks, step in starts)
-
-
-def stops_in(output: str) -> list[int]:
-    """Return the steps that all ranks or the survivors saved, sorted."""
-    # "all ranks stop after step 3; saved to …" and, from survivors, "saved step 3 to …"
-    steps = re.findall(r"(?:all ranks stop after|saved) step (\d+)(?:; saved)? to", output)
-    return sorted(map(int, steps))
 
 
 @pytest.fixture(scope="module")

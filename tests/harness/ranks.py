@@ -261,7 +261,7 @@ class RankProcesses:
                 self._world_size,
                 self._call,
                 host=self._hosts[number],
-                environment=environment_of(number, {"PYTHONPATH": _python_path(), **self._env}),
+                environment=environment_of(number, {**_for_children(), **self._env}),
                 cwd=os.getcwd(),
                 output=Path(self._directory.name, f"{number}.output"),
                 time_limit=self._time_limit,
@@ -455,14 +455,17 @@ def start_server() -> None:
     }
     # Threads for computing must not exist in a process that forks.
     environment["OMP_NUM_THREADS"] = "1"
-    environment["PYTHONPATH"] = _python_path()
+    environment |= _for_children()
     with mock.patch.dict(os.environ, environment, clear=True):
         forkserver.ensure_running()
 
 
-def _python_path() -> str:
-    """Return a ``PYTHONPATH`` with which any process finds the package and its tests."""
-    return os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+def _for_children() -> dict[str, str]:
+    """Return variables with which any process that a rank starts finds the package and its
+    tests, and prints its stacks if it crashes.
+    """
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"}
 
 
 def measured_coverage() -> Any:

@@ -123,12 +123,9 @@ def _be_the_command(rank: int, world_size: int, command: Sequence[str], cwd: Pat
 
 
 def _changes_to_a_shell() -> Environment:
-    """Return changes that make the test's environment a user's shell; processes that
-    crash print their stacks.
-    """
+    """Return changes that make the test's environment a user's shell."""
     return {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-        "PYTHONFAULTHANDLER": "1",
         "OMP_NUM_THREADS": "1",  # two would wait for each other's core
         "PYTHONDONTWRITEBYTECODE": None,  # each process would compile the package anew
         "PYTHONUNBUFFERED": None,  # it tears the lines of several processes on one pipe apart

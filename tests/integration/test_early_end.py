@@ -277,22 +277,22 @@ class Exploding(Net):
 
 
 THIRD_STEP = Kill("on_after_backward", earlier=2)
-SIXTH_STEP = Kill("on_before_backward", earlier=5)
 EIGHTH_CALL = Kill("on_after_backward", earlier=7)  # in the third step of three calls each
-IN_VALIDATION = Kill("on_validation_batch_start", earlier=1)
 MODEL_AVERAGING = {
     "ddp_comm_state": PostLocalSGDState(None, None, 2),
     "model_averaging_period": 2,
 }
-TRIAL = {"fast_dev_run": 5, "limit_train_batches": 5}
 REFUSED = [
     ("had started to change the weights", Plan(EIGHTH_CALL, model=SeveralClosures)),
     ("had started to change the weights", Plan(model=InStep)),
     ("shard of the optimiser's state", Plan(THIRD_STEP, model=training.Sharded)),
-    ("swapped the weights", Plan(IN_VALIDATION, callbacks=[WeightAveraging()])),
-    ("not finite", Plan(SIXTH_STEP, model=Exploding)),
+    (
+        "swapped the weights",
+        Plan(Kill("on_validation_batch_start", earlier=1), callbacks=[WeightAveraging()]),
+    ),
+    ("not finite", Plan(Kill("on_before_backward", earlier=5), model=Exploding)),
     ("no step has finished since the start", Plan(Kill("on_before_backward"))),
-    ("fast_dev_run", Plan(THIRD_STEP, trainer=TRIAL)),
+    ("fast_dev_run", Plan(THIRD_STEP, trainer={"fast_dev_run": 5, "limit_train_batches": 5})),
     ("model_averaging_period", Plan(THIRD_STEP, strategy=MODEL_AVERAGING)),
     ('resume_data="stock"', Plan(THIRD_STEP, strategy={"resume_data": "stock"})),
 ]

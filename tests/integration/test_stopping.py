@@ -167,15 +167,12 @@ def test_a_trial_run_keeps_the_stop_checkpoint(tmp_path: Path) -> None:
     assert launch_alone(tmp_path, stops=False).result == RESUMED
 
 
-FOLDS = 3
-
-
 def cross_validate(
     rank: int, world_size: int, directory: Path, stopped_fold: int | None
 ) -> list[str]:
     """Return where each fold begins, until one is stopped."""
     begins = []
-    for fold in range(FOLDS):
+    for fold in range(3):
         callbacks = [signal_rank_one()] if fold == stopped_fold else []
         run = run_command(PLACES["as Lightning chooses"], directory / "folds", *callbacks)
         begins.append(begin_of(run))

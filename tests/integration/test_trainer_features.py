@@ -83,9 +83,10 @@ class Case(NamedTuple):
     strategy: Mapping[str, Any] = {}
 
 
-BUCKET_VIEWS = {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}
-LOCAL_AFTER_STEP_2 = PostLocalSGDState(None, None, 2)
-MODEL_AVERAGING = {"ddp_comm_state": LOCAL_AFTER_STEP_2, "model_averaging_period": 2}
+MODEL_AVERAGING = {
+    "ddp_comm_state": PostLocalSGDState(None, None, start_localSGD_iter=2),
+    "model_averaging_period": 2,
+}
 SHORT = {"max_epochs": 1}
 CASES = {
     "accumulation": Case(trainer={"accumulate_grad_batches": 3}),
@@ -93,7 +94,9 @@ CASES = {
     "clipping by hand": Case(ByHand, SHORT),
     "manual accumulation in a static graph": Case(Accumulates, strategy={"static_graph": True}),
     "a closure": Case(WithClosure, SHORT, {"find_unused_parameters": True}),
-    "bucket views": Case(trainer=SHORT, strategy=BUCKET_VIEWS),
+    "bucket views": Case(
+        trainer=SHORT, strategy={"gradient_as_bucket_view": True, "bucket_cap_mb": 1}
+    ),
     "own buffers": Case(trainer=SHORT, strategy={"broadcast_buffers": False, "init_sync": False}),
     "model averaging": Case(strategy=MODEL_AVERAGING),
 }

@@ -91,14 +91,16 @@ class Pairs(BatchSampler):
         return ([by * self.by, by * self.by + 1] for [by] in super().__iter__())
 
 
-EVEN_BATCHES = BatchSampler(Even(range(DRAWN)), batch_size=2, drop_last=False)
 EACH_EVEN_TWICE = sorted([*range(0, DRAWN, 2)] * 2)
 # Options of loaders, and the samples that their samplers draw, in ascending order.
 KNOWN = {
     "shuffled": ({"shuffle": True}, [*range(DRAWN)]),
     "items by index": ({"sampler": Subset(range(DRAWN), range(SOME))}, [*range(SOME)]),
     "even": ({"sampler": Even(range(DRAWN))}, EACH_EVEN_TWICE),
-    "even, in a batch sampler": ({"batch_sampler": EVEN_BATCHES}, EACH_EVEN_TWICE),
+    "even, in a batch sampler": (
+        {"batch_sampler": BatchSampler(Even(range(DRAWN)), 2, drop_last=False)},
+        EACH_EVEN_TWICE,
+    ),
     "own batches": ({"batch_sampler": Pairs(DRAWN, by=2)}, [*range(DRAWN)]),
     "a list": ({"batch_sampler": np.arange(DRAWN).reshape(-1, 2).tolist()}, [*range(DRAWN)]),
 }
@@ -110,10 +112,11 @@ REPEATED = {
     },
 }
 WITHOUT_WEIGHT = DRAWN - 1
-WEIGHTS = [1.0] * WITHOUT_WEIGHT + [0.0]
 UNREPEATED = {
     "some": {"sampler": RandomSampler(range(WITHOUT_WEIGHT), num_samples=SOME)},
-    "weighted": {"sampler": WeightedRandomSampler(WEIGHTS, SOME, replacement=False)},
+    "weighted": {
+        "sampler": WeightedRandomSampler([1.0] * WITHOUT_WEIGHT + [0.0], SOME, replacement=False)
+    },
 }
 
 

@@ -80,20 +80,22 @@ def test_an_address_that_no_rank_can_use_is_refused(
     )
 
 
-JOB_OF_TWO = {
+BATCH_SCRIPT_OF_ONE_TASK = {
     "SLURM_JOB_ID": "77",
-    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS": "1",
     "SLURM_NTASKS_PER_NODE": "2",
     "SLURM_NNODES": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
 }
-BATCH_SCRIPT = {**JOB_OF_TWO, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 
 
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
         pytest.param(
-            BATCH_SCRIPT | {"SLURM_NTASKS": "1"},
+            BATCH_SCRIPT_OF_ONE_TASK,
             r"devices \* num_nodes must equal world_size \(.+, from SLURM\); .+",
             id="with one task for two devices",
         ),

@@ -51,7 +51,6 @@ from tests.harness.training import (
     weights,
 )
 
-BOOM = "BoomError: no such layer"
 STEPS_OF_EPOCH = 4  # of ``Net``, on two ranks
 STUCK = (
     r"process raised an exception and has not exited within 0\.3 s \(save_deadline\), so rank \d"
@@ -62,7 +61,10 @@ STUCK = (
 def assert_names_culprit(survivor: Outcome, culprit: int, pid: int) -> None:
     """Assert that the rank's error names the culprit, with the culprit's traceback."""
     error = error_of(survivor, RankFailedError, culprit, pid)
-    assert str(error) == f"{rank_name(culprit, pid)} failed, so this rank stops: {BOOM}"
+    assert (
+        str(error)
+        == f"{rank_name(culprit, pid)} failed, so this rank stops: BoomError: no such layer"
+    )
     assert "in boom\n" in error.traceback_text
     assert error.traceback_text in str(error.__cause__)
 
