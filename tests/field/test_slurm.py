@@ -274,7 +274,6 @@ TWO_NODES = "--nodes=2 --ntasks-per-node=1"
 SRUN = "srun python"
 SLOWLY = "step=0.2"
 FINISHED = End("COMPLETED", requeues=0)
-FINISHED_AFTER_A_REQUEUE = End("COMPLETED", requeues=1)
 FAILED = End("FAILED", requeues=0)
 
 
@@ -312,7 +311,7 @@ def expect_resumed(job: Job, undisturbed: set[str]) -> None:
     """Fail unless the job was requeued, continued after the step at which it stopped,
     and learned the same.
     """
-    assert job.wait() == FINISHED_AFTER_A_REQUEUE, job.output
+    assert job.wait() == End("COMPLETED", requeues=1), job.output
     stops = stops_in(job.output)
     assert stops, job.output
     assert {start.step for start in starts_in(job.output)} == {0, *stops}, job.output

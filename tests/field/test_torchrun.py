@@ -15,7 +15,6 @@ from tests.field.train import Start, starts_in, stops_in, weights_in
 from tests.harness.ranks import Environment, RankProcesses, free_port, output_of_all
 from tests.harness.scripts import start_script
 
-TRAIN = str(Path(train.__file__))
 AGENT = 0  # the only process that ``Job.start_agent`` starts itself
 # By default, the agent of rank 0 does not tell its store's address to new agents:
 # https://github.com/pytorch/pytorch/issues/147064
@@ -55,7 +54,9 @@ class Job:
             "--local-addr=127.0.0.1",
         ]
         arguments = ["devices=1", "nodes=2", *self._arguments]
-        return start_script(TRAIN, *arguments, launcher=words, cwd=self._directory, env=self._env)
+        return start_script(
+            train.__file__, *arguments, launcher=words, cwd=self._directory, env=self._env
+        )
 
 
 def run(directory: Path, *arguments: str) -> str:

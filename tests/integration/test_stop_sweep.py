@@ -87,12 +87,11 @@ LEFT_OUT = (
     "state_dict",
     "configure_sharded",
 )
-OF_EVALUATIONS = ("test", "predict")  # parts of the names of hooks that fit does not call
 
 
 def names_of_hooks(owner: type) -> set[str]:
     names = {name for name, _ in inspect.getmembers(owner, inspect.isfunction)}
-    of_fit = {name for name in names if not any(part in name for part in OF_EVALUATIONS)}
+    of_fit = {name for name in names if "test" not in name and "predict" not in name}
     return {name for name in of_fit if not name.startswith(LEFT_OUT)}
 
 

@@ -98,11 +98,12 @@ def run_twice(rank: int, world_size: int, directory: Path, name: str) -> None:
     assert [*root.rglob(Path(place.pattern).name), *root.rglob("*-????????-1")] == []
 
 
-# One of them is enough for `make fast`.
-NAMES = [name for name in PLACES if name != "no logger"]
-
-
-@pytest.mark.parametrize("name", [*NAMES, pytest.param("no logger", marks=pytest.mark.lowest)])
+@pytest.mark.parametrize(
+    "name",
+    [  # one of them is enough for `make fast`
+        pytest.param(name, marks=[pytest.mark.lowest] * (name == "no logger")) for name in PLACES
+    ],
+)
 def test_the_same_command_continues_wherever_it_saves(name: str, tmp_path: Path) -> None:
     """The directory may be new in each run. A finished run leaves neither the stop checkpoint
     nor its folder.
