@@ -193,6 +193,12 @@ class Host:
             raise OSError(ctypes.get_errno(), f"cannot enter {self.name}")
         os.close(process)
 
+    def name_as_loopback(self) -> None:
+        """Have the host's own name resolve to 127.0.1.1, as on Debian."""
+        known = self.hosts_file.read_text()
+        own = f"{self.address} {self.name}"
+        self.hosts_file.write_text(known.replace(own, f"127.0.1.1 {self.name}"))
+
     def ip(self, *commands: str) -> None:
         """Change the host's network by commands of the program ``ip``."""
         words = ["nsenter", f"--net=/proc/{self.pid}/ns/net", "ip", "-batch", "-"]

@@ -234,10 +234,7 @@ def test_predictions_of_hosts_whose_names_are_loopback_addresses(two_hosts: Netw
     Gloo would wait for the other host at this address.
     """
     for host in two_hosts:
-        known = host.hosts_file.read_text()
-        own = f"{host.address} {host.name}"
-        assert own in known
-        host.hosts_file.write_text(known.replace(own, f"127.0.1.1 {host.name}"))
+        host.name_as_loopback()
     env = {**ranks.by_hand_env(2), "LOCAL_RANK": "0", "NODE_RANK": str, "GLOO_SOCKET_IFNAME": None}
     init_method = f"tcp://{two_hosts[0].address}:29874"
     first, second = ranks.run_ranks(

@@ -290,10 +290,7 @@ def nodes(two_hosts: Network) -> Network:
     By default, gloo would use that address, which the other host cannot reach.
     """
     for host in two_hosts:
-        text = host.hosts_file.read_text()
-        host.hosts_file.write_text(
-            text.replace(f"{host.address} {host.name}", f"127.0.1.1 {host.name}")
-        )
+        host.name_as_loopback()
         if host.address6:
             host.ip("addr del ::1/128 dev lo")
     return two_hosts
