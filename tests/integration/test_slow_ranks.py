@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_ddp_ext import ConfigurationError, SlowRanks
 from lightning_ddp_ext.integration.callbacks.slow_ranks import in_words, slow_parts
 from tests.harness import training
+from tests.harness.training import Batch, Kind, Net, on_ranks
 
 SECONDS = 0.03  # that a slow rank takes longer, far more than a step of the model
 EVERY = 10  # batches between comparisons
@@ -26,7 +27,7 @@ BATCHES = 30
 PARTS = ("data", "forward", "backward")
 
 
-class SlowNet(training.Net):
+class SlowNet(Net):
     """A model with buffers, of which rank 1 is slow at one part after another."""
 
     def __init__(self, *, is_manual: bool, logs: bool) -> None:
@@ -40,7 +41,7 @@ class SlowNet(training.Net):
         if self.global_rank == 1 and is_slow:
             time.sleep(SECONDS)
 
-    def training_step(self, batch: training.Batch, index: int) -> Tensor:
+    def training_step(self, batch: Batch, index: int) -> Tensor:
         self.be_slow_at("forward")
         loss = self.loss(batch)
         loss.register_hook(lambda gradient: self.be_slow_at("backward"))
@@ -64,7 +65,7 @@ class SlowNet(training.Net):
 
 
 def measure(
-    kind: training.Kind, directory: Path, net: dict[str, bool], options: dict[str, Any]
+    kind: Kind, directory: Path, net: dict[str, bool], options: dict[str, Any]
 ) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the lines that a rank logs about slow ranks, and its report."""
     handler = BufferingHandler(capacity=1000)
@@ -88,11 +89,11 @@ def measure(
     ],
 )
 def test_a_slow_rank_is_named_once_for_each_part(
-    kind: training.Kind, net: dict[str, bool], options: dict[str, Any], tmp_path: Path
+    kind: Kind, net: dict[str, bool], options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Rank 0 logs a line when the part changes, and one when the rank is as fast again."""
     net = {"is_manual": False, "logs": True, **net}
-    (lines, report), on_rank_1 = training.on_ranks(kind, measure, tmp_path, net, options)
+    (lines, report), on_rank_1 = on_ranks(kind, measure, tmp_path, net, options)
     *named, over = lines
     assert len(named) == len(PARTS), named
     for line, part in zip(named, PARTS, strict=True):
@@ -106,7 +107,7 @@ def test_a_slow_rank_is_named_once_for_each_part(
     assert [row["rank"] for row in report] == [0, 1]
 
 
-def log_times(kind: training.Kind, directory: Path) -> list[str]:
+def log_times(kind: Kind, directory: Path) -> list[str]:
     """Train with a logger, and return the names of the figures that it has."""
     logger = CSVLogger(directory)
     callback = SlowRanks(every_n_steps=EVERY)
@@ -119,14 +120,14 @@ def log_times(kind: training.Kind, directory: Path) -> list[str]:
 
 def test_the_times_go_to_the_loggers(tmp_path: Path) -> None:
     """Of each part: the longest, its rank, and the median."""
-    (names, nothing) = training.on_ranks("ours", log_times, tmp_path)
+    (names, nothing) = on_ranks("ours", log_times, tmp_path)
     assert nothing == []
     parts = ("backward", "data", "forward", "waiting")
     ends = ("ms_max", "ms_median", "rank")
     assert names == [f"slow_ranks/{part}_{end}" for part in parts for end in ends]
 
 
-def fit_twice(kind: training.Kind, directory: Path) -> list[dict[str, Any]]:
+def fit_twice(kind: Kind, directory: Path) -> list[dict[str, Any]]:
     """Train without a comparison, and then up to one without a step whose times are known."""
     callback = SlowRanks(every_n_steps=EVERY)
     for accumulated, batches in ((1, EVERY - 1), (EVERY, EVERY)):
@@ -145,7 +146,7 @@ def fit_twice(kind: training.Kind, directory: Path) -> list[dict[str, Any]]:
 
 def test_a_fit_does_not_compare_the_times_of_an_earlier_one(tmp_path: Path) -> None:
     """Without times of its own, it reports nothing."""
-    assert training.on_ranks("ours", fit_twice, tmp_path) == [[], []]
+    assert on_ranks("ours", fit_twice, tmp_path) == [[], []]
 
 
 class WithoutDDP(DDPStrategy):
@@ -155,7 +156,7 @@ class WithoutDDP(DDPStrategy):
         pass
 
 
-def fit_without_ddp(kind: training.Kind, directory: Path) -> list[str]:
+def fit_without_ddp(kind: Kind, directory: Path) -> list[str]:
     callback = SlowRanks(every_n_steps=EVERY)
     trainer = training.make_trainer(
         WithoutDDP(), callbacks=[callback], max_epochs=1, limit_train_batches=2 * EVERY
@@ -168,7 +169,7 @@ def fit_without_ddp(kind: training.Kind, directory: Path) -> list[str]:
 
 def test_a_strategy_without_ddp_gets_one_sentence(tmp_path: Path) -> None:
     """It trains as before."""
-    on_rank_0, on_rank_1 = training.on_ranks("stock", fit_without_ddp, tmp_path)
+    on_rank_0, on_rank_1 = on_ranks("stock", fit_without_ddp, tmp_path)
     (warning,) = on_rank_0
     assert "needs a strategy with torch's DistributedDataParallel" in warning
     assert "(got WithoutDDP)" in warning

@@ -29,7 +29,6 @@ from lightning_ddp_ext import (
 from tests.harness import training
 from tests.harness.environment import by_srun, environment_of
 from tests.harness.ranks import launch_ranks
-from tests.harness.training import Net, fit_on, make_trainer
 
 pytestmark = pytest.mark.lowest
 
@@ -197,7 +196,7 @@ def test_a_wrong_value_in_a_variable_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_interface_that_the_host_does_not_have_is_refused(tmp_path: Path) -> None:
     """The error is gloo's, and names the interface."""
-    outcome, *_ = fit_on(2, tmp_path, Net(), strategy={"interface": "eth99"})
+    outcome, *_ = training.fit_on(2, tmp_path, training.Net(), strategy={"interface": "eth99"})
     assert "Unable to find address for: eth99" in outcome.failure.message, outcome.story()
 
 
@@ -224,7 +223,9 @@ def test_a_task_of_srun_may_start_its_own_ranks(monkeypatch: pytest.MonkeyPatch)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
-    environment: Any = make_trainer(DDPExtStrategy(), devices=2).strategy.cluster_environment
+    environment: Any = training.make_trainer(
+        DDPExtStrategy(), devices=2
+    ).strategy.cluster_environment
     assert not environment.creates_processes_externally
 
 
