@@ -406,7 +406,9 @@ STOPS = {
         [training.At(STEP_START, validate_in_step), signal_rank_one()]
     ),
     # As with stock, a second Ctrl-C exits immediately.
-    "a second interrupt": Stop([training.signalled(STEP_START, signum=signal.SIGINT)] * 2, 1, []),
+    "a second interrupt": Stop(
+        [training.signalled(STEP_START, signum=signal.SIGINT) for _ in range(2)], 1, []
+    ),
 }
 
 
