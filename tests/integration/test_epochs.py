@@ -288,6 +288,10 @@ class Answering:
         return Refusing().set_epoch
 
 
+class Module(Refusing, L.LightningModule):
+    """Has the method, and must not get an epoch either."""
+
+
 class Holder(Numbers):
     """Holds objects that get no epoch: modules, Trainers and what is in them, classes, and
     false claims of a method.
@@ -295,11 +299,10 @@ class Holder(Numbers):
 
     def __init__(self) -> None:
         super().__init__(4)
-        self.held: list[Any] = [L.LightningModule(), L.LightningDataModule()]
-        self.held.append(L.Trainer(barebones=True))
-        for outer in self.held:
-            outer.held = Refusing()
-        self.held += [Refusing, Answering()]
+        outer: list[Any] = [Module(), L.LightningDataModule(), L.Trainer(barebones=True)]
+        for each in outer:
+            each.held = Refusing()
+        self.held = [*outer, Module, Answering()]
 
 
 class SetsEpoch(L.Callback):
