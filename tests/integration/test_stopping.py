@@ -1,7 +1,6 @@
 """After a signal to any rank, all ranks save and stop after the same step, and the same
 command continues there. On SLURM, the ranks save before the time limit, and the requeued job
-resumes. Which signals stop the ranks, at which moments, and what happens to handlers that a
-process had before.
+resumes. Handlers that a process had before are called, and restored.
 
 ``test_resume_sweep`` and ``test_stop_sweep`` compare resumed runs with runs that were
 not stopped.
