@@ -24,9 +24,17 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from tests.harness.environment import MARK, marked, name_of, skip_because, wait_until_exited
-from tests.harness.network import Network, network, why_unavailable
-from tests.harness.rank_process import measured_coverage, start_server
+from tests.harness.environment import (
+    MARK,
+    Network,
+    marked,
+    name_of,
+    network,
+    skip_because,
+    wait_until_exited,
+    why_no_hosts,
+)
+from tests.harness.ranks import measured_coverage, start_server
 
 _ROOT = Path(__file__).resolve().parent.parent
 _STARTERS = ("tests.harness", "tests.integration")
@@ -251,7 +259,7 @@ def two_hosts() -> Iterator[Network]:
     """Make hosts ``host-a`` and ``host-b`` on one network; skip where network namespaces
     are not allowed.
     """
-    skip_because(why_unavailable())
+    skip_because(why_no_hosts())
     with network("host-a", "host-b") as hosts:
         yield hosts
 

@@ -54,6 +54,4 @@ def test_the_demo_runs_from_the_wheel(tmp_path: Path) -> None:
     # Found before the clone's, so that a file that the wheel lacks is missing.
     assert (installed / "lightning_ddp_ext/__init__.py").is_file()
     env = {"PYTHONPATH": str(installed)}
-    done = run_script(ROOT / "examples/digits.py", cwd=tmp_path, env=env)
-    assert done.exit_code == 0, done.output
-    assert "resumed from" in done.output
+    assert "resumed from" in run_script(ROOT / "examples/digits.py", cwd=tmp_path, env=env)

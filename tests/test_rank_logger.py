@@ -20,9 +20,6 @@ TORCHRUN = {
     "LOCAL_RANK": "1",
     "LOCAL_WORLD_SIZE": "2",
 }
-SCRIPT = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2"}
-SECOND_NODE = {"LOCAL_RANK": "0", "NODE_RANK": "1", "WORLD_SIZE": "4"}
-BROKEN = {"TORCHELASTIC_RUN_ID": "7"}
 
 
 # Each is the name of a line, and the ranks that log it.
@@ -40,9 +37,17 @@ OF_RANK_3 = {"of all ranks", "of ranks 0 and 3", "of an array of ranks 0 and 3"}
     [
         pytest.param({}, {*LINES}, id="no variables"),
         pytest.param(TORCHRUN, OF_RANK_3, id="rank 3 of torchrun"),
-        pytest.param(SCRIPT, {"of all ranks"}, id="rank 1 of a script"),
-        pytest.param(SECOND_NODE, {"of all ranks"}, id="first rank of a script's second node"),
-        pytest.param(BROKEN, {"of all ranks"}, id="torchrun without ranks"),
+        pytest.param(
+            {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2"},
+            {"of all ranks"},
+            id="rank 1 of a script",
+        ),
+        pytest.param(
+            {"LOCAL_RANK": "0", "NODE_RANK": "1", "WORLD_SIZE": "4"},
+            {"of all ranks"},
+            id="first rank of a script's second node",
+        ),
+        pytest.param({"TORCHELASTIC_RUN_ID": "7"}, {"of all ranks"}, id="torchrun without ranks"),
     ],
 )
 def test_lines_appear_on_their_ranks(

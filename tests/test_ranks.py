@@ -14,8 +14,7 @@ from lightning_ddp_ext.checksum import raise_if_different
 from lightning_ddp_ext.errors import RankFailedError
 from lightning_ddp_ext.ranks import Ranks
 from tests.harness.ranks import launch_ranks, run_ranks
-from tests.harness.training import Net, fit, stock_group
-from tests.supervision.model import boom
+from tests.harness.training import Net, boom, fit, stock_group
 
 OPERATION = "a test"
 LOCK_ERROR = "TypeError: cannot pickle '_thread.lock' object"
@@ -58,8 +57,8 @@ def test_every_rank_has_the_result(tmp_path: Path) -> None:
     [
         pytest.param(
             boom,
-            "tests.supervision.model.BoomError: no such layer",
-            "tests.supervision.model.BoomError: no such layer",
+            "tests.harness.training.BoomError: no such layer",
+            "tests.harness.training.BoomError: no such layer",
             id="an error",
         ),
         pytest.param(

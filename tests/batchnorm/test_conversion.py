@@ -10,8 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm, restore_batchnorm
-from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext import (
+    ConfigurationError,
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    restore_batchnorm,
+)
 
 
 class Scaled(nn.BatchNorm2d):

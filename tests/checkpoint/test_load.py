@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ddp_ext import RankZeroCheckpointIO
+from lightning_ddp_ext import CheckpointError, DamagedCheckpointError, RankZeroCheckpointIO
 from lightning_ddp_ext.checkpoint.load import Archive, LoadOptions, load
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.save import write
-from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError
 from lightning_ddp_ext.ranks import Ranks
 from tests.checkpoint.content import MAPPED, flip, kinds, numbers, restored, same
 

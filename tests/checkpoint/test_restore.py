@@ -17,11 +17,13 @@ from tests.harness.training import Kind, on_ranks
 
 MAPPED = "mapped by every rank"
 SENT = "sent from rank 0 to all ranks (rank 1 on host "
-Paths = list[Path]  # by rank; the last one is that of all further ranks
 
 
-def how_restored(expected: Any, paths: Paths, **options: Any) -> str:
-    """Return how this rank reads the ``expected`` content; or "other content"."""
+def how_restored(expected: Any, paths: list[Path], **options: Any) -> str:
+    """Return how this rank reads the ``expected`` content; or "other content".
+
+    The last path is that of all further ranks.
+    """
     rank = dist.get_rank()
     ranks = Ranks(rank, dist.get_world_size())
     location = locate(paths[min(rank, len(paths) - 1)])

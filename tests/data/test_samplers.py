@@ -1,4 +1,6 @@
-"""Samplers divide one order among any number of ranks, and continue at any position."""
+"""Samplers divide one order among any number of ranks, and continue at any position. The
+shuffle behind them is a bijection of any length, and looks uniform.
+"""
 
 import hashlib
 import itertools
@@ -9,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
+from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -16,8 +19,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, Sampler
 
+from lightning_ddp_ext.data.permutation import Permutation
+from lightning_ddp_ext.data.random_state import mix
 from lightning_ddp_ext.data.samplers import (
     DistributedBatchSamplerWrapper,
     RankOrderSampler,
@@ -307,3 +313,61 @@ def test_a_sampler_that_yields_too_little_is_named() -> None:
 def test_a_rank_that_draws_by_itself_reads_what_there_is(promised: int) -> None:
     """A sampler may yield less than its length; items beyond the length are left out."""
     assert len([*RankOrderSampler(Promising(promised))]) == min(7, promised)
+
+
+# The shuffle.
+
+
+LONGEST_TABLE = 65_536  # longer orders are computed by a network
+SMALLEST_P = 1e-4
+PARTS = 16
+
+
+def p_of(counts: NDArray[np.int64]) -> float:
+    """Return the probability of counts at least as far from equal ones (Pearson's test)."""
+    mean = counts.mean()
+    statistic = ((counts - mean) ** 2 / mean).sum()
+    freedom = len(counts) - 1
+    return float(torch.special.gammaincc(torch.tensor(freedom / 2), torch.tensor(statistic / 2)))
+
+
+def parts_of(values: NDArray[Any], length: int, parts: int) -> NDArray[np.int64]:
+    """Return the number of the part that has each value, of equal parts of the order."""
+    return (values.astype(np.float64) / length * parts).astype(np.int64)
+
+
+@pytest.mark.parametrize(
+    "length",
+    [
+        1,
+        2,
+        1000,
+        LONGEST_TABLE - 1,
+        LONGEST_TABLE,
+        LONGEST_TABLE + 1,
+        LONGEST_TABLE + 2,
+        100_003,
+        257 * 256,
+        2**18,
+        999_999,
+    ],
+)
+def test_lengths_around_the_table_and_beyond_are_bijections(length: int) -> None:
+    """A table of a short order and the network of a longer one repeat no position."""
+    positions = np.arange(length)
+    assert np.array_equal(np.sort(Permutation(length, 3).apply(positions)), positions)
+
+
+@pytest.mark.parametrize("length", [LONGEST_TABLE + 1, 10**7, 10**12, 3 * 2**59])
+def test_pairs_of_one_epoch_are_independent(length: int) -> None:
+    """Positions side by side, one row apart or far apart have independent images."""
+    order = Permutation(length, mix(6, length))
+    positions = np.arange(60_000)
+    images = order.apply(positions)
+    row = isqrt(length - 1) + 1  # the network's positions are a square of such rows
+    for lag in (1, 2, row, length // 2):
+        other_images = order.apply((positions + lag) % length)
+        pairs = PARTS * parts_of(images, length, PARTS) + parts_of(other_images, length, PARTS)
+        assert p_of(np.bincount(pairs, minlength=PARTS**2)) > SMALLEST_P
+        distances = parts_of((other_images - images) % length, length, PARTS**2)
+        assert p_of(np.bincount(distances, minlength=PARTS**2)) > SMALLEST_P

@@ -34,12 +34,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
-from tests.harness.network import Network
+from tests.harness.environment import Network
 from tests.harness.ranks import (
-    Environment,
     Outcome,
     RankProcesses,
-    by_hand_env,
     free_port,
     run_ranks,
 )
@@ -56,8 +54,6 @@ FAIL = signal.SIGUSR2  # has the training step raise
 SEEDS = (2, 18, 24, 37)
 FIRST = int(os.environ.get("SOAK_SEED", 0))
 COUNT = int(os.environ.get("SOAK_COUNT", 0))
-ROOT = Path(__file__).resolve().parents[2]
-ENV: Environment = {"PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
 TIME_LIMIT = 400.0  # seconds, of all processes of a run
 SECONDS_TO_TRAIN = 240.0  # until all ranks report that they train
 SECONDS_TO_DUMP = 60.0
@@ -359,7 +355,7 @@ def start(case: Case, directory: Path, hosts: Network | None) -> RankProcesses:
         arguments = ["--standalone", nproc, script, *arguments]
         script = torch.distributed.run.__file__
     return RankProcesses(
-        be_the_script, 1, Path(script), arguments, directory, env=ENV, time_limit=TIME_LIMIT
+        be_the_script, 1, Path(script), arguments, directory, time_limit=TIME_LIMIT
     )
 
 
@@ -372,10 +368,7 @@ def start_by_hand(case: Case, directory: Path, hosts: Network | None) -> RankPro
         address = places[0].address
     url = f"tcp://{address}:{free_port()}" if case.seed % 2 else f"file://{directory}/store"
     arguments = (case.world_size, directory, url, case.is_background)
-    env = ENV | by_hand_env(case.world_size)
-    return RankProcesses(
-        train_by_hand, *arguments, namespaces=places, env=env, time_limit=TIME_LIMIT
-    )
+    return RankProcesses(train_by_hand, *arguments, namespaces=places, time_limit=TIME_LIMIT)
 
 
 def strike_and_wait(

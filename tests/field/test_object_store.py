@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import logging
-import os
 import re
 import signal
 import socket
@@ -174,10 +173,6 @@ def train(
     return Trained(model.first_step, training.weights(model))
 
 
-def terminate(trainer: L.Trainer) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 @dataclass(frozen=True)
 class Job:
     """A command that trains on two ranks, and saves in its own place in the store."""
@@ -206,7 +201,7 @@ class Job:
 
     def run_until_sigterm(self, **options: Any) -> None:
         """Stop the command in its second epoch, by a signal to rank 1."""
-        stop = training.At("on_train_batch_end", terminate, earlier=STEPS + 1, ranks=[1])
+        stop = training.signalled("on_train_batch_end", STEPS + 1, ranks=[1])
         outcomes = self.launch(callback=stop, **options)
         assert [outcome.exit_code for outcome in outcomes] == [STOPPED, STOPPED], stories(outcomes)
 

@@ -1,36 +1,294 @@
 """Jobs on a real SLURM: they stop, are requeued and resume with the weights of an
 undisturbed run.
+
+SLURM runs on this machine, with two nodes. Its daemons see another ``/etc/hosts``, in which
+both nodes are 127.0.0.1; the machine's file does not change. On Debian, install them with
+``apt-get install --no-install-recommends slurmctld slurmd slurm-client munge``.
 """
 
+from __future__ import annotations
+
+import os
 import re
-from collections.abc import Iterator
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests.field import train
-from tests.field.slurm import End, Job, Slurm, why_unavailable
-from tests.field.train import weights_in
-from tests.harness.environment import free_port, skip_because
+from tests.field.train import starts_in, stops_in, weights_in
+from tests.harness.environment import MARK, free_port, skip_because
 from tests.harness.scripts import run_script
 
+ROOT = Path(__file__).resolve().parents[2]
+PATH = os.environ.get("PATH", os.defpath)
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "unshare")
+SECONDS_BETWEEN_LOOKS = 0.1
+SECONDS_TO_START = 120.0
+SECONDS_TO_EXIT = 300.0  # of a job, with one requeue, on a busy machine
+FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"}
+CONFIGURATION = """\
+ClusterName=field
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={root}/munge.socket,cred_expire=5
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/%n
+SlurmctldPidFile={root}/slurmctld.pid
+SlurmdPidFile={root}/%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+ReturnToService=2
+FirstJobId={first_job}
+SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=100000,sched_interval=1,bf_interval=1
+KillWait=15
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
+PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=60 State=UP
+PartitionName=lowest Nodes=n1,n2 PriorityTier=1 GraceTime=0 State=UP
+PartitionName=high Nodes=n1,n2 PriorityTier=10 State=UP
+"""
+
+
+def wait_until(
+    condition: Callable[[], object], otherwise: Callable[[], str], seconds: float
+) -> None:
+    """Fail with a text if a condition is not met within some seconds.
+
+    For conditions outside of this process, which nothing announces.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, otherwise()
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def path_of(program: str) -> str | None:
+    return shutil.which(program, path=f"{PATH}:/usr/sbin:/sbin")
+
+
+class End(NamedTuple):
+    """How a job ended: its final state, and how often it was requeued before."""
+
+    state: str
+    requeues: int
+
+
+class Slurm:
+    """A SLURM whose files are in a directory; ``end`` ends its daemons and all jobs."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._configuration = root / "slurm.conf"
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        self._configure()
+        self._start_daemons()
+
+    def _configure(self) -> None:
+        """Write the files that the daemons read."""
+        for name in ("state", "n1", "n2"):
+            (self._root / name).mkdir()
+        host = socket.gethostname().partition(".")[0]
+        ports = [free_port() for _ in range(3)]
+        # Lightning makes a port of the job's number, which another SLURM on this machine
+        # must not use as well.
+        first_job = 1 + 100 * secrets.randbelow(99)
+        self._configuration.write_text(
+            CONFIGURATION.format(host=host, root=self._root, ports=ports, first_job=first_job)
+        )
+        (self._root / "hosts").write_text(f"127.0.0.1 localhost n1 n2 {host}\n")
+        key = self._root / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(1024))
+
+    def _start_daemons(self) -> None:
+        """Start munge, the controller and a daemon for each node; wait until the nodes
+        are idle.
+        """
+        files = {
+            "--key-file": "munge.key",
+            "--socket": "munge.socket",
+            "--pid-file": "munge.pid",
+            "--log-file": "munge.log",
+            "--seed-file": "munge.seed",
+        }
+        options = [f"{name}={self._root / file}" for name, file in files.items()]
+        self._start("munged", "--foreground", "--force", *options)
+        self._wait_until((self._root / "munge.socket").is_socket, "munge has no socket")
+        self._start("slurmctld", "-D", "-f", self._configuration)
+        for node in ("n1", "n2"):
+            slurmd = (
+                f"mount --bind {self._root}/hosts /etc/hosts"
+                f" && exec {path_of('slurmd')} -D -N {node} -f {self._configuration}"
+            )
+            self._start("unshare", "--mount", "sh", "-c", slurmd)
+        self._wait_until(self._has_idle_nodes, "its nodes are not idle")
+
+    def end(self) -> None:
+        is_controlled = self._execute("scancel", "--user=root").returncode == 0
+        if is_controlled:
+            self._wait_until(self._has_no_jobs, "jobs are left")
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in self._daemons:
+            try:
+                daemon.wait(10.0)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+    def _start(self, program: str, *words: object) -> None:
+        """Start a daemon, which outlives the test that needs it first."""
+        command = [str(path_of(program)), *map(str, words)]
+        unmarked = {name: value for name, value in os.environ.items() if name != MARK}
+        with open(self._root / f"{len(self._daemons)}-{program}.out", "wb") as output:
+            self._daemons.append(
+                subprocess.Popen(
+                    command,
+                    env=unmarked,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            )
+
+    def _has_idle_nodes(self) -> bool:
+        listed = self._execute("sinfo", "--noheader", "-p", "low", "-t", "idle", "-o", "%D")
+        return listed.stdout.strip() == "2"
+
+    def _has_no_jobs(self) -> bool:
+        listed = self._execute("squeue", "--noheader")
+        return listed.returncode == 0 and not listed.stdout.strip()
+
+    def _wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
+        """Fail with the daemons' output if a condition is not met in two minutes."""
+        wait_until(
+            condition,
+            lambda: f"{otherwise} after {SECONDS_TO_START:g} s\n{self._logs()}",
+            SECONDS_TO_START,
+        )
+
+    def _logs(self) -> str:
+        return "\n".join(
+            f"{path.name}: {path.read_text()[-2000:]}" for path in sorted(self._root.glob("*.out"))
+        )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of a user's shell on this cluster."""
+        unset = {"PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST"}
+        return {
+            **{name: value for name, value in os.environ.items() if name not in unset},
+            "SLURM_CONF": str(self._configuration),
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{PATH}",
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def _execute(self, *command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Run one of SLURM's commands to its end, which may be a failure."""
+        return subprocess.run(
+            command,
+            env=self.environment,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    def call(self, *command: str, cwd: Path | None = None) -> str:
+        """Return the output of one of SLURM's commands; fail if the command fails."""
+        done = self._execute(*command, cwd=cwd)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def submit(self, *words: str, cwd: Path) -> Job:
+        """Submit a job with the arguments of ``sbatch`` in a directory."""
+        return Job(self, self.call("sbatch", "--parsable", "--open-mode=append", *words, cwd=cwd))
+
+
+class Job:
+    """A submitted job."""
+
+    def __init__(self, slurm: Slurm, number: str) -> None:
+        self._number = number
+        self._slurm = slurm
+
+    @property
+    def output(self) -> str:
+        """The text that all starts of the job have written."""
+        log = Path(self._fact("StdOut"))
+        return log.read_text() if log.exists() else ""
+
+    def _fact(self, name: str) -> str:
+        """Return a fact that the controller states about the job, such as ``JobState``."""
+        shown = self._slurm.call("scontrol", "show", "job", self._number)
+        (fact,) = re.findall(rf"\b{name}=(\S+)", shown)
+        return str(fact)
+
+    def wait(self) -> End:
+        """Wait until the job exits for good; return how it ended."""
+        self._wait_until(lambda: self._fact("JobState") in FINAL, "is still running")
+        return End(self._fact("JobState"), int(self._fact("Restarts")))
+
+    def wait_for_output(self, text: str) -> None:
+        """Wait until the job has written ``text``."""
+        self._wait_until(lambda: text in self.output, f"has not written {text!r}")
+
+    def _wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
+        """Fail with the job's output if a condition is not met in five minutes."""
+        wait_until(
+            condition, lambda: f"job {self._number} {otherwise}:\n{self.output}", SECONDS_TO_EXIT
+        )
+
+
+# Jobs.
+
 TRAIN = str(Path(train.__file__))
-EXAMPLE = str(Path(__file__).parents[2] / "examples/slurm.sbatch")
+EXAMPLE = str(ROOT / "examples/slurm.sbatch")
 ONE_NODE = "--nodes=1 --ntasks-per-node=2"
 TWO_NODES = "--nodes=2 --ntasks-per-node=1"
 SRUN = "srun python"
 SLOWLY = "step=0.2"
 FINISHED = End("COMPLETED", requeues=0)
-FINISHED_AFTER_A_REQUEUE = End("COMPLETED", requeues=1)
 FAILED = End("FAILED", requeues=0)
 
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     """Start a SLURM with two nodes; skip if it cannot run here."""
-    skip_because(why_unavailable())
-    with Slurm(tmp_path_factory.mktemp("slurm")) as started:
+    missing = [program for program in PROGRAMS if path_of(program) is None]
+    skip_because(f"{', '.join(missing)} not installed" if missing else None)
+    skip_because("SLURM's daemons need root" if os.geteuid() != 0 else None)
+    started = Slurm(tmp_path_factory.mktemp("slurm"))
+    try:
+        started.start()
         yield started
+    finally:
+        started.end()
 
 
 def submit(
@@ -49,26 +307,14 @@ def submit(
     return slurm.submit(*options.split(), f"--wrap={start} {TRAIN} {quoted}", cwd=cwd)
 
 
-def starts_of(job: Job) -> set[int]:
-    """Return the steps from which ranks trained."""
-    steps = re.findall(r"^rank \d of 2 trains from step (\d+)$", job.output, re.MULTILINE)
-    return set(map(int, steps))
-
-
-def stops_of(job: Job) -> list[int]:
-    """Return the steps after which all ranks stopped and saved."""
-    steps = re.findall(r"all ranks stop after step (\d+); saved to", job.output)
-    return list(map(int, steps))
-
-
 def expect_resumed(job: Job, undisturbed: set[str]) -> None:
     """Fail unless the job was requeued, continued after the step at which it stopped,
     and learned the same.
     """
-    assert job.wait() == FINISHED_AFTER_A_REQUEUE, job.output
-    stops = stops_of(job)
+    assert job.wait() == End("COMPLETED", requeues=1), job.output
+    stops = stops_in(job.output)
     assert stops, job.output
-    assert starts_of(job) == {0, *stops}, job.output
+    assert {start.step for start in starts_in(job.output)} == {0, *stops}, job.output
     assert weights_in(job.output) == undisturbed, job.output
     # Lightning's own handler, which ours replaces, logs "Bypassing SIGTERM" and does no more.
     assert "Bypassing" not in job.output
@@ -194,11 +440,11 @@ def test_a_job_that_is_not_requeued_saves_and_a_new_job_continues(
     arguments = ["step=0.5", once(command)]
     job = submit(slurm, tmp_path, *arguments)
     assert job.wait() == End(state, requeues=0), job.output
-    stops = stops_of(job)
+    stops = stops_in(job.output)
     assert len(stops) == 1, job.output
     again = submit(slurm, tmp_path, *arguments)
     assert again.wait() == FINISHED, again.output
-    assert starts_of(again) == set(stops), again.output
+    assert {start.step for start in starts_in(again.output)} == set(stops), again.output
     assert weights_in(again.output) == undisturbed
 
 
@@ -206,7 +452,7 @@ def test_a_job_whose_step_is_cancelled_saves_nothing(slurm: Slurm, tmp_path: Pat
     """The job fails, and is not requeued."""
     job = submit(slurm, tmp_path, "step=0.5", once("scancel $SLURM_JOB_ID.0"))
     assert job.wait() == FAILED, job.output
-    assert stops_of(job) == [], job.output
+    assert stops_in(job.output) == [], job.output
 
 
 DIED = r"^\[rank 0\] RankDiedError: rank 1 \(host .+\) died"
@@ -270,7 +516,6 @@ def test_two_ranks_train_in_an_interactive_job(
     first rank starts the second.
     """
     launcher = ["salloc", *ONE_NODE.split(), *start.split()]
-    ended = run_script(TRAIN, launcher=launcher, cwd=tmp_path, env=slurm.environment)
-    assert ended.exit_code == 0, ended.output
-    assert "process group: gloo, 2 ranks" in ended.output
-    assert weights_in(ended.output) == undisturbed
+    output = run_script(TRAIN, launcher=launcher, cwd=tmp_path, env=slurm.environment)
+    assert "process group: gloo, 2 ranks" in output
+    assert weights_in(output) == undisturbed

@@ -4,20 +4,17 @@ process fails.
 
 import itertools
 import math
-import re
 import signal
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from tests.field import train
-from tests.field.train import weights_in
+from tests.field.train import Start, starts_in, stops_in, weights_in
 from tests.harness.ranks import Environment, RankProcesses, free_port, output_of_all
 from tests.harness.scripts import start_script
 
-TRAIN = str(Path(train.__file__))
 AGENT = 0  # the only process that ``Job.start_agent`` starts itself
 # By default, the agent of rank 0 does not tell its store's address to new agents:
 # https://github.com/pytorch/pytorch/issues/147064
@@ -57,7 +54,9 @@ class Job:
             "--local-addr=127.0.0.1",
         ]
         arguments = ["devices=1", "nodes=2", *self._arguments]
-        return start_script(TRAIN, *arguments, launcher=words, cwd=self._directory, env=self._env)
+        return start_script(
+            train.__file__, *arguments, launcher=words, cwd=self._directory, env=self._env
+        )
 
 
 def run(directory: Path, *arguments: str) -> str:
@@ -65,26 +64,6 @@ def run(directory: Path, *arguments: str) -> str:
     job = Job(directory, *arguments)
     with job.start_agent(is_host=True) as first, job.start_agent() as second:
         return output_of_all([*first.wait(), *second.wait()])
-
-
-class Start(NamedTuple):
-    """The step from which ranks trained, and their number."""
-
-    step: int
-    ranks: int
-
-
-def starts_in(output: str) -> list[Start]:
-    """Return the starts that rank 0 has printed, sorted by step."""
-    starts = re.findall(r"^rank 0 of (\d) trains from step (\d+)$", output, re.MULTILINE)
-    return sorted(Start(int(step), int(ranks)) for ranks, step in starts)
-
-
-def stops_in(output: str) -> list[int]:
-    """Return the steps that all ranks or the survivors saved, sorted."""
-    # "all ranks stop after step 3; saved to …" and, from survivors, "saved step 3 to …"
-    steps = re.findall(r"(?:all ranks stop after|saved) step (\d+)(?:; saved)? to", output)
-    return sorted(map(int, steps))
 
 
 @pytest.fixture(scope="module")

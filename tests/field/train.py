@@ -3,7 +3,7 @@ may happen in the fourth step.
 
 The script's arguments are those of ``main``, as ``name=value``. Each rank prints its
 first and its last step, and a fingerprint of the weights at the end, which
-``weights_in`` reads.
+``starts_in``, ``stops_in`` and ``weights_in`` read.
 """
 
 import os
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -80,6 +80,26 @@ def main(
 def weights_in(output: str) -> set[str]:
     """Return the fingerprints of the weights that ranks have printed."""
     return set(re.findall(r"^weights (\w+)$", output, re.MULTILINE))
+
+
+class Start(NamedTuple):
+    """The step from which ranks trained, and their number."""
+
+    step: int
+    ranks: int
+
+
+def starts_in(output: str) -> list[Start]:
+    """Return the starts that rank 0 has printed, sorted by step."""
+    starts = re.findall(r"^rank 0 of (\d) trains from step (\d+)$", output, re.MULTILINE)
+    return sorted(Start(int(step), int(ranks)) for ranks, step in starts)
+
+
+def stops_in(output: str) -> list[int]:
+    """Return the steps that all ranks or the survivors saved, sorted."""
+    # "all ranks stop after step 3; saved to …" and, from survivors, "saved step 3 to …"
+    steps = re.findall(r"(?:all ranks stop after|saved) step (\d+)(?:; saved)? to", output)
+    return sorted(map(int, steps))
 
 
 def parse(value: str) -> str | float | None:

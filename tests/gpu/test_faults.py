@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ from torch import Tensor
 from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError
 from lightning_ddp_ext.rendezvous.process_context import current, leave
 from lightning_ddp_ext.supervision.flight_recorder import groups_in_collectives
-from tests.gpu.placement import ALONE, GPU, IS_GPU, NCCL, Placement, Wide, hold_device
+from tests.gpu.conftest import ALONE, GPU, IS_GPU, NCCL, Placement, Wide
 from tests.harness import training
 from tests.harness.ranks import stories
-from tests.supervision import model as supervision
 
 STEPS_BEFORE_FAULT = 2
+CALIBRATION_CYCLES = 10**8  # of the GPU's clock
 SECONDS_TO_RAISE = 10.0  # until a rank is forced to exit; two ranks on a GPU may be slow
 
 
@@ -48,13 +48,13 @@ class Fault:
 
 FAULTS = {
     "raises": Fault(
-        supervision.boom, RankFailedError, "failed, so this rank stops: BoomError: no such layer"
+        training.boom, RankFailedError, "failed, so this rank stops: BoomError: no such layer"
     ),
     "dies": Fault(
-        supervision.die, RankDiedError, "died: its process ended unexpectedly", -signal.SIGKILL
+        training.die, RankDiedError, "died: its process ended unexpectedly", -signal.SIGKILL
     ),
     "is late": Fault(
-        supervision.wait_for_ever,
+        training.wait_for_ever,
         RankAbsentError,
         r"in a collective for its timeout of 3 s, but rank 1 .*\.py:\d+",
     ),
@@ -94,9 +94,8 @@ def train_with_fault(
         enable_checkpointing=True,
         num_sanity_val_steps=0,
     )
-    rendezvous = trainer.strategy._rendezvous
-    grace = dict.fromkeys(rendezvous.timeouts.grace, SECONDS_TO_RAISE)
-    rendezvous.timeouts = replace(rendezvous.timeouts, grace=grace)
+    events = trainer.strategy._rendezvous.timeouts.grace
+    training.change_timeouts(trainer.strategy, grace=dict.fromkeys(events, SECONDS_TO_RAISE))
     trainer.fit(Faulty(fault))
 
 
@@ -120,6 +119,22 @@ def test_messages_name_the_rank_that_fails(
     assert (tmp_path / "after-error.ckpt").exists() == (placement.backend == "gloo"), story
 
 
+def hold_device(seconds: float) -> None:
+    """Keep the current stream of a GPU busy, and return before it is idle again; on a
+    CPU, wait.
+    """
+    if not IS_GPU:
+        threading.Event().wait(seconds)
+        return
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    torch.cuda._sleep(CALIBRATION_CYCLES)
+    end.record()
+    end.synchronize()
+    cycles_per_ms = CALIBRATION_CYCLES / start.elapsed_time(end)
+    torch.cuda._sleep(int(cycles_per_ms * seconds * 1000))
+
+
 class Interrupted(Wide):
     """Kills rank 1 in the third step's backward pass, once all buckets but the last
     have been summed.
@@ -141,7 +156,7 @@ class Interrupted(Wide):
             return
         if IS_GPU:
             torch.cuda.synchronize()
-        supervision.die()
+        training.die()
 
 
 def train_until_interrupted(

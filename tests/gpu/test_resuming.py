@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.gpu.placement import (
+from tests.gpu.conftest import (
     ALONE,
     GLOO,
     GPU,
@@ -29,7 +29,6 @@ from tests.gpu.placement import (
 from tests.harness import training
 from tests.harness.ranks import launch_ranks
 from tests.integration import checkpointing, continuing, early_ends
-from tests.integration.early_ends import Kill, Plan
 
 ON_ANY_DEVICE = {"accelerator": "auto", "devices": "auto"}  # the strategy names them
 
@@ -71,7 +70,7 @@ class Scaled(early_ends.Net):
         return super().training_step(batch, index)
 
 
-def plan_on(placement: Placement, *, is_float16: bool = False, **strategy: Any) -> Plan:
+def plan_on(placement: Placement, *, is_float16: bool = False, **strategy: Any) -> early_ends.Plan:
     """Return the plan of a run on these devices, with more options of the strategy.
 
     With float16, the scale grows every eight steps.
@@ -82,31 +81,34 @@ def plan_on(placement: Placement, *, is_float16: bool = False, **strategy: Any) 
         **strategy,
     }
     if not is_float16:
-        return Plan(strategy=strategy, trainer=ON_ANY_DEVICE)
+        return early_ends.Plan(strategy=strategy, trainer=ON_ANY_DEVICE)
     device_type = torch.device(GPU).type
     scaler = torch.amp.GradScaler(device_type, init_scale=256.0, growth_interval=8)
     precision = MixedPrecision("16-mixed", device_type, scaler)
     trainer = {**ON_ANY_DEVICE, "plugins": [precision]}
-    return Plan(strategy=strategy, trainer=trainer, model=Scaled)
+    return early_ends.Plan(strategy=strategy, trainer=trainer, model=Scaled)
 
 
 def weights_after(
-    kills: Sequence[Kill], plan: Plan, placement: Placement, directory: Path
+    kills: Sequence[early_ends.Kill], plan: early_ends.Plan, placement: Placement, directory: Path
 ) -> list[dict[str, Tensor]]:
     """Run the plan on ranks started by hand, again after each kill; return the weights
     of each rank.
     """
-    may_lose = placement.backend == NCCL
-    env = placement.variables
-    return early_ends.survive(2, plan, kills, directory, may_lose=may_lose, env=env)
+    options = {"may_lose": placement.backend == NCCL, "env": placement.variables}
+    return early_ends.survive(2, plan, kills, directory, **options)
 
 
-AFTER_BACKWARD = Kill("on_after_backward", 9, [0])
-IN_VALIDATION = Kill("on_validation_batch_end", 1)
-IN_A_SAVE = Kill("writing", 1, [0])
-STOP = Kill("on_train_batch_end", 3, by="sigterm")
+AFTER_BACKWARD = early_ends.Kill("on_after_backward", 9, [0])
+IN_A_SAVE = early_ends.Kill("writing", 1, [0])
+STOP = early_ends.Kill("on_train_batch_end", 3, by="sigterm")
 CHAINS = [
-    pytest.param("gloo", False, [AFTER_BACKWARD, IN_VALIDATION, IN_A_SAVE, STOP], id="gloo"),
+    pytest.param(
+        "gloo",
+        False,
+        [AFTER_BACKWARD, early_ends.Kill("on_validation_batch_end", 1), IN_A_SAVE, STOP],
+        id="gloo",
+    ),
     pytest.param("NCCL", False, [AFTER_BACKWARD, IN_A_SAVE, STOP], id="NCCL"),
     pytest.param("gloo", True, [AFTER_BACKWARD, STOP], id="float16"),
 ]
@@ -114,7 +116,7 @@ CHAINS = [
 
 @pytest.mark.parametrize(("placement", "is_float16", "kills"), CHAINS, indirect=["placement"])
 def test_a_killed_rank_costs_no_step(
-    placement: Placement, is_float16: bool, kills: Sequence[Kill], tmp_path: Path
+    placement: Placement, is_float16: bool, kills: Sequence[early_ends.Kill], tmp_path: Path
 ) -> None:
     """A run that is resumed after each kill and after SIGTERM ends as an undisturbed
     run, to the last bit; with NCCL it is resumed from its last checkpoint.
@@ -132,10 +134,8 @@ def test_each_start_method_trains_on_a_gpu(start_method: str, tmp_path: Path) ->
     """
     by_hand, _ = weights_after([], plan_on(GLOO), GLOO, tmp_path / "by hand")
     del by_hand["steps"]  # which only ranks that are started by hand return
-    directory = tmp_path / "started"
-    directory.mkdir()
     plan = plan_on(GLOO, start_method=start_method)
-    [started] = launch_ranks(early_ends.train, 1, plan, directory, env={})
+    [started] = launch_ranks(early_ends.train, 1, plan, tmp_path / "started", env={})
     assert started.exit_code == 0, started.story()
     training.assert_same(started.result, by_hand)
 

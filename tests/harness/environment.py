@@ -1,13 +1,18 @@
 """Provide what a test needs of its machine: variables as launchers set them, free
-ports, skipping, waiting, and the processes that a test run has started.
+ports, skipping, waiting, the processes that a test run has started, and further hosts.
 """
 
+import ctypes
+import functools
 import os
 import random
 import socket
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -17,7 +22,6 @@ _NEED_EVERYTHING = "DDPX_TESTS_NEED_EVERYTHING"
 # In the environment of every process that a test run starts; that of a script begins
 # with that of the test run.
 MARK = "TEST_HARNESS_MARK"
-_SECONDS_BETWEEN_LOOKS = 0.1
 
 # Variables for ranks: a value for all ranks, a function of the rank, or None for a
 # variable that must be unset.
@@ -106,16 +110,6 @@ def free_port(host: str = "127.0.0.1") -> int:
             return port
 
 
-def loopback() -> list[str]:
-    """Return the loopback addresses of this machine; containers may lack IPv6's."""
-    addresses = []
-    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
-        with suppress(OSError), socket.socket(family) as listener:
-            listener.bind((address, 0))
-            addresses.append(address)
-    return addresses
-
-
 def skip_because(reason: str | None) -> None:
     """Skip a test for a reason, if there is one; fail instead where every test must
     run.
@@ -125,19 +119,6 @@ def skip_because(reason: str | None) -> None:
     if os.environ.get(_NEED_EVERYTHING):
         pytest.fail(f"this test must run, because {_NEED_EVERYTHING} is set: {reason}")
     pytest.skip(reason)
-
-
-def wait_until(
-    condition: Callable[[], object], otherwise: Callable[[], str], seconds: float
-) -> None:
-    """Fail with a text if a condition is not met within some seconds.
-
-    For conditions outside of this process, which nothing announces.
-    """
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, otherwise()
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -171,3 +152,136 @@ def name_of(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         return f"process {process.pid}: {' '.join(process.cmdline())[:200]}"
     return f"process {process.pid}"
+
+
+# Hosts, for tests that need several machines, are made from Linux namespaces. Each has its
+# own network, host name and ``/etc/hosts``; processes, files and the clock are shared. The
+# hosts are connected to a switch in another namespace, so a cut cable looks as it does
+# between machines: links stay up, packets vanish without a reset.
+
+# CLONE_NEWNS, CLONE_NEWUTS and CLONE_NEWNET of sched.h.
+_NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x40000000
+# Ends when the test closes its end of the pipe, or is killed.
+_HOLD = (
+    'echo "$0" > /proc/sys/kernel/hostname && mount --bind "$1" /etc/hosts && echo ready &&'
+    " exec cat"
+)
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host: its name, its addresses (``address6`` empty without IPv6), and its
+    ``/etc/hosts``.
+
+    Its namespaces are those of process ``pid``, and disappear with it.
+    """
+
+    name: str
+    address: str
+    address6: str
+    hosts_file: Path
+    pid: int
+
+    def enter(self) -> None:
+        """Move this process to the host, for good; only while it has one thread.
+
+        Needs root.
+        """
+        process = os.pidfd_open(self.pid)
+        libc = ctypes.CDLL(None, use_errno=True)  # Python 3.11 has no os.setns
+        if libc.setns(process, _NEW_NAMESPACES) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {self.name}")
+        os.close(process)
+
+    def name_as_loopback(self) -> None:
+        """Have the host's own name resolve to 127.0.1.1, as on Debian."""
+        known = self.hosts_file.read_text()
+        own = f"{self.address} {self.name}"
+        self.hosts_file.write_text(known.replace(own, f"127.0.1.1 {self.name}"))
+
+    def ip(self, *commands: str) -> None:
+        """Change the host's network by commands of the program ``ip``."""
+        words = ["nsenter", f"--net=/proc/{self.pid}/ns/net", "ip", "-batch", "-"]
+        subprocess.run(
+            words, input="\n".join(commands) + "\n", check=True, capture_output=True, text=True
+        )
+
+
+class Network(list[Host]):
+    """The hosts on one switch; see ``network``."""
+
+    switch: Host
+
+    def cut(self) -> None:
+        """Pull the second host's cable out of the switch: from now on packets to and
+        from it are lost silently.
+        """
+        self.switch.ip("link set port1 nomaster")
+
+
+@contextmanager
+def network(*names: str) -> Iterator[Network]:
+    """Make hosts with these names, and remove them after the block."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
+        hosts = Network(
+            stack.enter_context(_host(number, name, directory))
+            for number, name in enumerate(("switch", *names))
+        )
+        hosts.switch = hosts.pop(0)
+        lines = [
+            "127.0.0.1 localhost",
+            "::1 localhost",
+            *(f"{host.address} {host.name}" for host in hosts),
+        ]
+        for host in hosts:
+            host.hosts_file.write_text("\n".join(lines) + "\n")
+        _lay_cables(hosts, hosts.switch)
+        yield hosts
+
+
+@functools.cache
+def why_no_hosts() -> str | None:
+    """Return the reason why hosts cannot be made here; None if they can."""
+    try:
+        with network("probe"):
+            return None
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        reason = str(getattr(error, "stderr", error)).strip()
+        return f"network namespaces need root, iproute2 and util-linux: {reason}"
+
+
+@contextmanager
+def _host(number: int, name: str, directory: Path) -> Iterator[Host]:
+    hosts_file = directory / f"hosts-{number}"
+    hosts_file.touch()
+    command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", _HOLD, name, str(hosts_file)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            raise subprocess.CalledProcessError(1, command, stderr=process.communicate()[1])
+        yield Host(
+            name,
+            f"10.77.0.{number}",
+            f"fd77::{number}" if _has_ipv6() else "",
+            hosts_file,
+            process.pid,
+        )
+
+
+def _lay_cables(hosts: list[Host], switch: Host) -> None:
+    switch.ip("link add switch type bridge")
+    for number, host in enumerate(hosts):
+        switch.ip(f"link add port{number} type veth peer name eth0 netns {host.pid}")
+        host.ip("link set lo up", f"addr add {host.address}/24 dev eth0")
+        if host.address6:
+            host.ip(f"addr add {host.address6}/64 dev eth0 nodad")
+        host.ip("link set eth0 up")
+        switch.ip(f"link set port{number} master switch up")
+    switch.ip("link set switch up")
+
+
+def _has_ipv6() -> bool:
+    switch = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
+    return switch.exists() and switch.read_text().strip() == "0"

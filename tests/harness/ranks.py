@@ -4,37 +4,40 @@
 arguments and results are pickled. Ranks get a copy of the test's environment, changed
 by ``env``. They are forked from a server that has imported torch, Lightning and this
 package, so a variable that these read on import needs a test with ``scripts``.
+
+A rank runs like a script: its function is the script's body, an exception that escapes
+goes to ``sys.excepthook``, non-daemon threads are waited for, ``atexit`` handlers run
+once, and the exit status is the interpreter's. A process of ``multiprocessing`` does
+none of that (https://github.com/python/cpython/issues/83856).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import faulthandler
 import fcntl
+import gc
 import math
+import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
+import threading
 import time
+import traceback
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from tests.harness.environment import Environment, by_hand_env, environment_of, free_port
-from tests.harness.network import Host
-from tests.harness.rank_process import (
-    CONTEXT,
-    ERROR,
-    RESULT,
-    RankError,
-    announce,
-    hold,
-    run_rank,
-    start_server,
-)
+from tests.harness.environment import Environment, Host, by_hand_env, environment_of, free_port
 
 __all__ = [
     "HOST",
@@ -43,19 +46,30 @@ __all__ = [
     "RankProcesses",
     "announce",
     "by_hand_env",
+    "error_of",
     "free_port",
     "hold",
     "launch_ranks",
+    "measured_coverage",
     "output_of_all",
     "rank_name",
     "run_ranks",
+    "start_server",
     "stories",
 ]
 
 HOST = os.uname().nodename
+_ROOT = Path(__file__).resolve().parents[2]
+_CONTEXT = multiprocessing.get_context("forkserver")
 _SECONDS_TO_POINT = 120.0  # or to an output
 _SECONDS_TO_EXIT = 60.0  # for a rank that was told to write its stacks, or was killed
+_SECONDS_AFTER_LIMIT = 30.0  # until a rank exits, if the test's own process exited
 _PIPE_SIZE = 1 << 20  # bytes that a rank can write while its test does not read
+# The points that a rank announces at its end, with the result or the error of its function.
+_RESULT = "result of the function"
+_ERROR = "error of the function"
+_pipe_to_test: connection.Connection | None = None  # in a rank
+_sending = threading.Lock()
 
 
 def run_ranks(
@@ -86,6 +100,37 @@ def launch_ranks(
     """
     with RankProcesses(function, world_size, *args, **options) as ranks:
         return ranks.wait()
+
+
+@dataclass(frozen=True)
+class RankError:
+    """An exception that escaped from a rank's function, including a ``SystemExit``
+    whose status is not 0.
+
+    ``at`` is a ``time.monotonic()``, which is one clock for all processes.
+    """
+
+    type_name: str
+    message: str
+    traceback: str
+    pickled: bytes  # the exception and its cause; empty if they cannot be pickled
+    at: float
+
+    @classmethod
+    def of(cls, error: BaseException) -> RankError:
+        text = "".join(traceback.format_exception(error))
+        return cls(
+            type(error).__name__, str(error), text, _pickle_with_cause(error), time.monotonic()
+        )
+
+    @property
+    def exception(self) -> BaseException | None:
+        """The exception itself with its cause; None if it cannot be pickled."""
+        if not self.pickled:
+            return None
+        error, cause = pickle.loads(self.pickled)
+        error.__cause__ = cause
+        return error
 
 
 @dataclass
@@ -136,9 +181,27 @@ class Outcome:
         return "\n".join(parts)
 
 
+def _in_words(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "still running"
+    if exit_code < 0:
+        return f"ended by {signal.Signals(-exit_code).name}"
+    return f"exit status {exit_code}"
+
+
 def stories(outcomes: Sequence[Outcome]) -> str:
     """Return the stories of these ranks, one after another."""
     return "\n\n".join(outcome.story() for outcome in outcomes)
+
+
+def error_of(survivor: Outcome, kind: type[Any], culprit: int, pid: int) -> Any:
+    """Return the error of a rank that exited with status 1; fail unless it is of this kind
+    and names the culprit.
+    """
+    error: Any = survivor.failure.exception
+    assert type(error) is kind, survivor.story()
+    assert (error.rank, error.host, error.pid, survivor.exit_code) == (culprit, HOST, pid, 1)
+    return error
 
 
 def rank_name(rank: int, pid: int, host: str = HOST) -> str:
@@ -198,7 +261,7 @@ class RankProcesses:
                 self._world_size,
                 self._call,
                 host=self._hosts[number],
-                environment=environment_of(number, self._env),
+                environment=environment_of(number, {**_for_children(), **self._env}),
                 cwd=os.getcwd(),
                 output=Path(self._directory.name, f"{number}.output"),
                 time_limit=self._time_limit,
@@ -323,9 +386,9 @@ class _Rank:
             # Users other than root have a limit for all of their pipes.
             fcntl.fcntl(self.output, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
         self._written = b""
-        self.pipe, pipe_to_test = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(
-            target=run_rank,
+        self.pipe, pipe_to_test = _CONTEXT.Pipe()
+        self.process = _CONTEXT.Process(
+            target=_run_rank,
             args=(pipe_to_test, number, world_size, call),
             kwargs={"output": output, **settings},
         )
@@ -354,8 +417,8 @@ class _Rank:
         if has_exited:
             self.process.join()
             self.outcome.exit_code = self.process.exitcode
-            self.outcome.result = next(iter(self.points[RESULT]), None)
-            self.outcome.error = next(iter(self.points[ERROR]), None)
+            self.outcome.result = next(iter(self.points[_RESULT]), None)
+            self.outcome.error = next(iter(self.points[_ERROR]), None)
 
     def end_with_stacks(self) -> None:
         """Have the rank and the processes that it started write their stacks and exit."""
@@ -376,9 +439,159 @@ class _Rank:
         self.process.close()
 
 
-def _in_words(exit_code: int | None) -> str:
-    if exit_code is None:
-        return "still running"
-    if exit_code < 0:
-        return f"ended by {signal.Signals(-exit_code).name}"
-    return f"exit status {exit_code}"
+# The server that forks the ranks.
+
+
+def start_server() -> None:
+    """Start the server that forks ranks, unless it runs; it imports in the background.
+
+    If coverage is measured, the server does not import the package: measuring begins
+    with the rank, and would miss the lines that an import runs.
+    """
+    package = [] if measured_coverage() else ["lightning_ddp_ext"]
+    _CONTEXT.set_forkserver_preload(["tests.harness.preload", *package])
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS")
+    }
+    # Threads for computing must not exist in a process that forks.
+    environment["OMP_NUM_THREADS"] = "1"
+    environment |= _for_children()
+    with mock.patch.dict(os.environ, environment, clear=True):
+        forkserver.ensure_running()
+
+
+def _for_children() -> dict[str, str]:
+    """Return variables with which any process that a rank starts finds the package and its
+    tests, and prints its stacks if it crashes.
+    """
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"}
+
+
+def measured_coverage() -> Any:
+    """Return the ``coverage.Coverage`` that measures this process, or None."""
+    coverage = sys.modules.get("coverage")
+    return coverage.Coverage.current() if coverage else None
+
+
+# In a rank process.
+
+
+def announce(point: str, value: object = None) -> None:
+    """On a rank: report to the test that it has reached ``point``; the test calls
+    ``RankProcesses.wait_for``.
+    """
+    assert _pipe_to_test is not None, "announce() and hold() work in a rank process only"
+    # Not Connection.send(): its pickler passes tensors as file descriptors, which end
+    # with this process.
+    message = pickle.dumps((point, value))
+    with _sending:
+        _pipe_to_test.send_bytes(message)
+
+
+def hold(point: str, value: object = None) -> None:
+    """On a rank: announce ``point``, and wait there until the test calls
+    ``RankProcesses.release``.
+    """
+    announce(point, value)
+    assert _pipe_to_test is not None
+    _pipe_to_test.recv_bytes()
+
+
+def _run_rank(
+    pipe_to_test: connection.Connection,
+    rank: int,
+    world_size: int,
+    call: bytes,
+    *,
+    host: Host | None,
+    environment: dict[str, str],
+    cwd: str,
+    output: Path,
+    time_limit: float,
+) -> None:
+    """Be a rank, from the fork to the exit of its process.
+
+    ``call`` is a pickled ``(function, args, kwargs)``: unpickling it imports the test's
+    module, which must not happen before the environment is set and coverage is
+    measured.
+    """
+    global _pipe_to_test
+    _pipe_to_test = pipe_to_test
+    # Collections would look through what the server has imported, and copy its pages.
+    gc.freeze()
+    os.setpgid(0, 0)  # so that the rank and what it forks can be ended together
+    _write_to(output, time_limit)
+    if host is not None:
+        host.enter()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    # Never pytest's: a launcher would run all the tests again.
+    sys.argv = [f"rank-{rank}-is-no-script"]
+    if "coverage" in sys.modules:  # a rank may run no line of the package
+        warnings.filterwarnings(
+            "ignore", category=sys.modules["coverage"].exceptions.CoverageWarning
+        )
+    _exit_as_script(_call(rank, world_size, call))
+
+
+def _write_to(path: Path, time_limit: float) -> None:
+    output = os.open(path, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        stream.reconfigure(line_buffering=True)  # as on a terminal
+        os.dup2(output, stream.fileno())
+    # On SIGABRT C code writes the stacks of all threads, without the GIL.
+    faulthandler.enable(output)
+    faulthandler.dump_traceback_later(time_limit + _SECONDS_AFTER_LIMIT, file=output, exit=True)
+
+
+def _call(rank: int, world_size: int, call: bytes) -> int:
+    """Run the rank's function; return the interpreter's exit status, which is -SIGINT
+    for a KeyboardInterrupt.
+    """
+    try:
+        function, args, kwargs = pickle.loads(call)
+        announce(_RESULT, function(rank, world_size, *args, **kwargs))
+    except SystemExit as error:
+        status = _status_of(error)
+        if status != 0:
+            announce(_ERROR, RankError.of(error))
+        return status
+    except BaseException as error:
+        announce(_ERROR, RankError.of(error))
+        sys.last_value = error  # as Python does
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _pickle_with_cause(error: BaseException) -> bytes:
+    try:
+        pickled = pickle.dumps((error, error.__cause__))
+        pickle.loads(pickled)
+    except Exception:
+        return b""
+    return pickled
+
+
+def _status_of(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _exit_as_script(status: int) -> None:
+    """Exit as the interpreter ends a script, with the first actions of
+    ``Py_FinalizeEx`` in their order.
+    """
+    threading._shutdown()
+    atexit._run_exitfuncs()  # among them that of multiprocessing, which runs only once
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status == -signal.SIGINT:  # as the interpreter ends after a KeyboardInterrupt
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    sys.exit(status)

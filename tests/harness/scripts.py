@@ -12,10 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.harness.rank_process import python_path
 from tests.harness.ranks import (
     Environment,
-    Outcome,
     RankProcesses,
     by_hand_env,
     free_port,
@@ -31,10 +29,12 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
 }
 
 
-def run_script(path_or_source: str | Path, *argv: str, **options: Any) -> Outcome:
-    """Run a script to its end; the arguments are those of ``start_script``."""
+def run_script(path_or_source: str | Path, *argv: str, exit_code: int = 0, **options: Any) -> str:
+    """Run a script to its end, and return its output; fail unless it exits with this
+    status. The other arguments are those of ``start_script``.
+    """
     with start_script(path_or_source, *argv, **options) as script:
-        return script.wait()[0]
+        return output_of_all(script.wait(), exit_code=exit_code)
 
 
 @contextlib.contextmanager
@@ -123,13 +123,9 @@ def _be_the_command(rank: int, world_size: int, command: Sequence[str], cwd: Pat
 
 
 def _changes_to_a_shell() -> Environment:
-    """Return changes that make the test's environment a user's shell; processes that
-    crash print their stacks.
-    """
+    """Return changes that make the test's environment a user's shell."""
     return {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-        "PYTHONPATH": python_path(),
-        "PYTHONFAULTHANDLER": "1",
         "OMP_NUM_THREADS": "1",  # two would wait for each other's core
         "PYTHONDONTWRITEBYTECODE": None,  # each process would compile the package anew
         "PYTHONUNBUFFERED": None,  # it tears the lines of several processes on one pipe apart

@@ -4,12 +4,16 @@ results.
 
 import gc
 import hashlib
+import os
+import signal
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -19,10 +23,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from tests.harness.ranks import Environment, Outcome, by_hand_env, launch_ranks, run_ranks
+from tests.harness.ranks import Environment, Outcome, RankProcesses, by_hand_env, run_ranks
 
 Batch = list[Tensor]
 Kind = Literal["ours", "stock"]
@@ -92,17 +97,36 @@ class Net(L.LightningModule):
     test_dataloader = predict_dataloader = val_dataloader
 
 
-class Linear(Net):
+class Plain(Net):
     """A model without buffers that logs nothing, so that only gradients need all ranks in
     a training step.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 1))
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: Batch, index: int) -> Any:
         return self.loss(batch)
+
+
+class ByHand(Plain):
+    """Makes a step of its optimiser itself in each batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Batch, index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class Sharded(Plain):
+    """Has an optimiser of whose state each rank has a part."""
+
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=0.05)
 
 
 # On one rank.
@@ -126,11 +150,12 @@ def make_trainer(strategy: Any, **options: Any) -> L.Trainer:
 
 
 def make_strategy(kind: Kind, directory: Path, **options: Any) -> DDPStrategy:
-    """Return our strategy for ranks started by hand, with a file in ``directory``; or
-    stock, in a ``stock_group``.
+    """Return our strategy for ranks started by hand, with a file in ``directory``, which
+    may be missing; or stock, in a ``stock_group``.
     """
     if kind == "stock":
         return DDPStrategy(**options)
+    directory.mkdir(parents=True, exist_ok=True)
     from lightning_ddp_ext import DDPExtStrategy  # stock is to be judged without it
 
     return DDPExtStrategy(init_method=f"file://{directory}/store", **options)
@@ -194,6 +219,51 @@ class At(L.Callback):
         self._calls_left -= 1
 
 
+def signalled(
+    hook: str, earlier: int = 0, signum: int = signal.SIGTERM, *, ranks: Collection[int] = ()
+) -> At:
+    """Return a callback that signals its process at a call of a hook, see ``At``."""
+    return At(hook, partial(_signal_itself, signum), earlier=earlier, ranks=ranks)
+
+
+def _signal_itself(signum: int, trainer: L.Trainer) -> None:
+    os.kill(os.getpid(), signum)
+
+
+class BoomError(ValueError):
+    """The error of ``boom``; no other code raises it."""
+
+
+def boom(*_: object) -> None:
+    raise BoomError("no such layer")
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def wait_for_ever(*_: object) -> None:
+    """Block in a way that no broken connection unblocks."""
+    threading.Event().wait()
+
+
+def wait_for_another_ranks_end(*_: object) -> None:
+    from lightning_ddp_ext.rendezvous.process_context import current
+
+    context = current()
+    assert context is not None
+    assert context.peers.wait(60.0) is not None
+
+
+def in_step(action: Callable[..., object], *ranks: int) -> At:
+    """Fail in the second step, when the first one has left gradients."""
+    return At("on_train_batch_start", action, earlier=1, ranks=ranks)
+
+
 @contextmanager
 def warnings_with(part: str) -> Iterator[list[str]]:
     """Yield a list that has, after the block, the texts of its warnings that contain
@@ -245,8 +315,20 @@ def fit_on(
     """Train with ours on ranks, by ``fit`` with these options; return how each ended.
     The results are the weights.
     """
+    with start_fit(world_size, directory, model, *callbacks, **options) as ranks:
+        return ranks.wait()
+
+
+def start_fit(
+    world_size: int,
+    directory: Path,
+    model: L.LightningModule,
+    *callbacks: L.Callback,
+    **options: Any,
+) -> RankProcesses:
+    """Return the ranks of ``fit_on``, which the test controls."""
     options["devices"] = world_size
-    return launch_ranks(_fit_and_return_weights, world_size, directory, model, callbacks, options)
+    return RankProcesses(_fit_and_return_weights, world_size, directory, model, callbacks, options)
 
 
 def _fit_and_return_weights(
@@ -293,12 +375,14 @@ def _on_side(
 
 
 @contextmanager
-def stock_group(rank: int, world_size: int, directory: Path) -> Iterator[None]:
+def stock_group(
+    rank: int, world_size: int, directory: Path, backend: str = "gloo"
+) -> Iterator[None]:
     """Open and close the default process group as users may do; stock ``ddp`` uses it,
     so it needs no free port.
     """
     dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size
+        backend, init_method=f"file://{directory}/store", rank=rank, world_size=world_size
     )
     yield
     gc.collect()

@@ -5,10 +5,8 @@ saves a checkpoint at that point. ``run(ckpt_path=...)`` resumes, and ``differen
 describes how the resumed run differs from the whole one.
 """
 
-import os
-import signal
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +15,6 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import (
@@ -29,7 +26,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from tests.harness.training import At, Kind, fit, make_strategy, make_trainer, warnings_with
+from tests.harness.training import Kind, fit, make_strategy, make_trainer, warnings_with
 
 Loaders = Callable[[int, int], Any]  # of a rank in a world of this size
 
@@ -236,25 +233,6 @@ class Net(L.LightningModule):
 WITHOUT_DROPOUT = partial(Net, dropout=0.0)
 
 
-class LongValidated(Net):
-    """Can be stopped in the middle of a validation.
-
-    Its ranks stay in step, or one might finish it before the stop.
-    """
-
-    samples = 120
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(Numbers(self.samples), batch_size=1)
-
-    def validation_step(self, batch: Tensor, index: int) -> None:
-        dist.all_reduce(torch.zeros(1))
-        self.log("result", self.layers(batch).sum(), sync_dist=True)
-
-    def on_validation_end(self) -> None:
-        self.happens("result", float(self.trainer.callback_metrics["result"]))
-
-
 Batches = dict[int, list[list[int]]]  # by epoch
 
 
@@ -300,20 +278,6 @@ class Saver(L.Callback):
         path = self.saved.get(f"{moment}-{steps_done(trainer)}")
         if path is not None:
             trainer.save_checkpoint(path)
-
-
-def signalled(
-    hook: str,
-    earlier: int = 0,
-    signum: int = signal.SIGTERM,
-    *,
-    ranks: Collection[int] = (),
-) -> At:
-    """Return a callback that signals its process at a call of a hook.
-
-    The call is the one after ``earlier`` calls, on these ranks or on all.
-    """
-    return At(hook, lambda trainer: os.kill(os.getpid(), signum), earlier=earlier, ranks=ranks)
 
 
 # Running and comparing.

@@ -12,7 +12,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import RankZeroCheckpointIO
@@ -56,15 +56,8 @@ class Kill:
         os.kill(os.getpid(), signal.SIGTERM if self.by == "sigterm" else signal.SIGKILL)
 
 
-class Net(training.Net):
-    """Draws no random numbers, and has no statistics of its own on each rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def training_step(self, batch: training.Batch, index: int) -> Any:
-        return self.loss(batch)
+class Net(training.Plain):
+    """Reads a number of batches that does not depend on that of the ranks."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self._samples_of(BATCHES), BATCH_SIZE, shuffle=True)
@@ -199,7 +192,6 @@ def survive(
         may_miss: whether a run may end before the moment of its kill.
         may_lose: whether steps after the last checkpoint may be lost, as with NCCL.
     """
-    directory.mkdir(exist_ok=True)
     for kill in (*kills, None):
         outcomes = launch_ranks(train, world_size, replace(plan, kill=kill), directory, **options)
         if not any(outcome.exit_code for outcome in outcomes):

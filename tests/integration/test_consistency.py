@@ -1,19 +1,37 @@
 """`RankConsistency` finds ranks that have diverged in training, under our strategy and
-under stock ``ddp``.
+under stock ``ddp``; it compares checksums by name, which change with the contents.
 """
 
+import random
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_ddp_ext import ConfigurationError, DivergenceError, RankConsistency
-from tests.harness.training import KINDS, At, Batch, Kind, Net, fit, on_ranks
+from lightning_ddp_ext.checksum import checksum, raise_if_different
+from lightning_ddp_ext.ranks import Ranks
+from tests.harness.ranks import run_ranks
+from tests.harness.training import (
+    KINDS,
+    At,
+    Batch,
+    ByHand,
+    Kind,
+    Net,
+    Sharded,
+    fit,
+    on_ranks,
+    stock_group,
+)
 
 WEIGHT = "parameter layers.0.weight"
 BIAS = "parameter layers.0.bias"
@@ -26,17 +44,13 @@ def flip_bit(tensor: Tensor) -> None:
     tensor.view(torch.uint8).view(-1)[0] ^= 1
 
 
-def flip_weight(trainer: Any) -> None:
-    flip_bit(trainer.lightning_module.layers[0].weight)
+def flip(names: Sequence[str], trainer: Any) -> None:
+    """Flip a bit of each of these parameters or buffers."""
+    for name in names:
+        flip_bit(trainer.lightning_module.state_dict()[name])
 
 
-def flip_weight_and_bias(trainer: Any) -> None:
-    flip_weight(trainer)
-    flip_bit(trainer.lightning_module.layers[0].bias)
-
-
-def flip_running_variance(trainer: Any) -> None:
-    flip_bit(trainer.lightning_module.layers[1].running_var)
+flip_weight = partial(flip, ["layers.0.weight"])
 
 
 def state_of_bias(trainer: Any) -> Any:
@@ -56,18 +70,14 @@ def in_step(change: Any, step: int = 2, rank: int = 1) -> At:
     return At("on_train_batch_end", change, earlier=step - 1, ranks=[rank])
 
 
-class SkipsStep(Net):
+class SkipsStep(ByHand):
     """Steps its optimiser by itself; rank 1 leaves out the third step."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
     def training_step(self, batch: Batch, index: int) -> None:
-        self.zero_grad()
-        self.manual_backward(self.loss(batch))
-        if (self.global_rank, index) != (1, 2):
-            self.optimizers().step()
+        if (self.global_rank, index) == (1, 2):
+            self.manual_backward(self.loss(batch))
+        else:
+            super().training_step(batch, index)
 
 
 def train(
@@ -145,26 +155,26 @@ def test_a_step_that_a_rank_leaves_out_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_statistics_may_differ(kind: Kind, tmp_path: Path) -> None:
     """Buffers are left out, because DDP sends those of rank 0 in the next step."""
-    assert on_ranks(kind, train, tmp_path, in_step(flip_running_variance)) == [None, None]
+    assert on_ranks(kind, train, tmp_path, in_step(partial(flip, ["layers.1.running_var"]))) == [
+        None,
+        None,
+    ]
 
 
 def test_the_error_names_the_first_tensor_and_the_ranks(tmp_path: Path) -> None:
     """Among three ranks, the error names the one that differs from the other two, its first
     tensor, and how many differ; its attributes name all of them.
     """
-    arguments = in_step(flip_weight_and_bias, rank=0), 2, {"devices": 3}
+    arguments = (
+        in_step(partial(flip, ["layers.0.weight", "layers.0.bias"]), rank=0),
+        2,
+        {"devices": 3},
+    )
     for error in on_ranks("stock", train, tmp_path, *arguments, world_size=3):
         assert str(error).startswith(
             f"the ranks differ after batch 2: rank 0 in {WEIGHT} (differing tensors: 2); "
         )
         assert (error.ranks, error.names) == ((0,), (WEIGHT, BIAS))
-
-
-class Sharded(Net):
-    """Its optimiser has a part of the state on each rank."""
-
-    def configure_optimizers(self) -> Any:
-        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.01)
 
 
 def test_a_sharded_optimiser_is_left_out(tmp_path: Path) -> None:
@@ -190,3 +200,58 @@ def test_models_that_are_averaged_are_refused(tmp_path: Path) -> None:
         assert message.startswith(
             "RankConsistency needs a strategy with the same model on each rank"
         )
+
+
+# Checksums.
+
+
+DTYPES = [
+    torch.uint8,
+    torch.int16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex128,
+    torch.float8_e5m2,
+]
+# Elements after which the hash's weights repeat; for those of more than 32 bits, a
+# multiple of that number.
+CHUNK = 32 * 1024
+
+
+def content(dtype: torch.dtype, size: int) -> Tensor:
+    """Random bits, NaN among them."""
+    data = random.Random(0).randbytes(size * torch.empty(0, dtype=dtype).element_size())
+    return torch.frombuffer(bytearray(data), dtype=dtype)
+
+
+@given(st.sampled_from(DTYPES), st.integers(2, 3000) | st.integers(CHUNK - 2, CHUNK + 2), st.data())
+def test_every_change_changes_it(dtype: torch.dtype, size: int, data: st.DataObject) -> None:
+    """A flipped bit changes the checksum, and so do two different elements that swap
+    places.
+    """
+    elements = content(dtype, size).view(torch.uint8).view(size, -1)
+    before = checksum(elements.view(dtype))
+    flipped = elements.clone()
+    byte = data.draw(st.integers(0, flipped.numel() - 1))
+    flipped.view(-1)[byte] ^= 1 << data.draw(st.integers(0, 7))
+    assert checksum(flipped.view(dtype)) != before
+    one, other = (data.draw(st.integers(0, size - 1)) for _ in range(2))
+    swapped = elements.clone()
+    swapped[[one, other]] = elements[[other, one]]
+    is_same = torch.equal(swapped, elements)
+    assert (checksum(swapped.view(dtype)) == before) == is_same
+
+
+def compare_other_names(rank: int, world_size: int, directory: Path) -> str:
+    """Compare equal tensors with other names on each rank; return the error."""
+    named = {f"layer{rank}": torch.ones(1)}
+    with stock_group(rank, world_size, directory), pytest.raises(DivergenceError) as caught:
+        raise_if_different(named, Ranks(rank, world_size), when="in a test")
+    return str(caught.value)
+
+
+def test_equal_tensors_with_other_names_differ(tmp_path: Path) -> None:
+    """Every rank raises the same error."""
+    [error] = set(run_ranks(compare_other_names, 2, tmp_path))
+    assert error.startswith("the ranks differ in a test: rank 1 in layer0 (differing tensors: 2)")

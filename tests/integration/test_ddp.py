@@ -22,6 +22,7 @@ from torch.nn.utils import parameters_to_vector
 
 from lightning_ddp_ext import DDPExtError
 from tests.harness import training
+from tests.harness.ranks import output_of_all
 
 
 def mean_over_ranks(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -188,10 +189,8 @@ def test_a_static_graph_whose_first_step_accumulates_is_refused(
 def test_a_static_graph_may_accumulate_from_the_second_epoch(tmp_path: Path) -> None:
     """This is the remedy that the error names."""
     strategy = {"static_graph": True}
-    for outcome in training.fit_on(
-        2, tmp_path, training.Net(), schedule_accumulation(1), strategy=strategy
-    ):
-        assert outcome.exit_code == 0, outcome.story()
+    scheduler = schedule_accumulation(1)
+    output_of_all(training.fit_on(2, tmp_path, training.Net(), scheduler, strategy=strategy))
 
 
 # Frozen parameters.
@@ -303,9 +302,7 @@ class Adversarial(Unfrozen):
     one frozen, as when each step ends with the first.
     """
 
-    def __init__(self, kind: training.Kind) -> None:
-        super().__init__(kind)
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         self.layers[:2].requires_grad_(True)
@@ -437,17 +434,7 @@ def test_a_layer_that_cannot_be_averaged_is_named(
     tmp_path: Path,
 ) -> None:
     """All ranks raise, and the error has the remedy."""
-    for error in training.on_ranks("ours", fail, tmp_path, model, options):
+    for outcome in training.fit_on(2, tmp_path, model("ours"), **options):
+        assert isinstance(outcome.failure.exception, DDPExtError), outcome.story()
         for message in messages:
-            assert message in error
-
-
-def fail(
-    kind: training.Kind,
-    directory: Path,
-    make_model: Callable[[training.Kind], training.Net],
-    options: dict[str, Any],
-) -> str:
-    with pytest.raises(DDPExtError) as raised:
-        training.fit(kind, directory, make_model(kind), **options)
-    return str(raised.value)
+            assert message in outcome.failure.message

@@ -1,14 +1,20 @@
-"""After a failure one rank saves the last step, whatever the model and whatever happens
-meanwhile, to the place where the same command looks for it.
+"""However a run fails, no finished step is lost: a rank saves, whatever the model and
+whatever happens meanwhile, to the place where the same command looks for it, and that
+command continues to the bits of an unbroken run.
+
+``make soak`` draws chains of kills at random moments, for a model that draws no random
+numbers.
 """
 
 import errno
 import os
+import random
 import re
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +26,20 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from tests.harness import ranks, training
-from tests.harness.ranks import stories
 from tests.harness.scripts import print_line
 from tests.integration import early_ends
-from tests.integration.early_ends import BATCHES, EPOCHS, FaultyIO, Kill, Net, Plan
-from tests.supervision import model as supervision
+from tests.integration.early_ends import (
+    BATCHES,
+    EPOCHS,
+    VALIDATION_BATCHES,
+    FaultyIO,
+    Kill,
+    Net,
+    Plan,
+    survive,
+)
 
 # Steps before the kills; a survivor may also finish the step in which another rank dies.
 FINISHED = 5
@@ -120,7 +132,7 @@ def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path)
     plan = Plan(RANK_ZERO_IN_SIXTH_STEP, strategy={"checkpoint_io": io})
     outcomes = ranks.launch_ranks(early_ends.train, 3, plan, tmp_path)
     exit_codes = sorted(outcome.exit_code for outcome in outcomes)
-    assert exit_codes == [-signal.SIGKILL, -signal.SIGKILL, 1], stories(outcomes)
+    assert exit_codes == [-signal.SIGKILL, -signal.SIGKILL, 1], ranks.stories(outcomes)
     assert early_ends.saved_step(tmp_path) >= FINISHED
 
 
@@ -128,9 +140,7 @@ def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path)
     ("fault", "report"),
     [
         pytest.param(fill_disk, "No space left on device", id="full disk"),
-        pytest.param(
-            supervision.wait_for_ever, "will finish writing its checkpoint", id="stuck disk"
-        ),
+        pytest.param(training.wait_for_ever, "will finish writing its checkpoint", id="stuck disk"),
     ],
 )
 def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(
@@ -169,16 +179,8 @@ class Skipping(Net):
         return -1 if self.current_epoch == 0 and index == 4 else None
 
 
-class Manual(Net):
+class Manual(training.ByHand, Net):
     """Makes a step itself in each batch."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: training.Batch, index: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, index))
-        optimizer.step()
 
 
 CONTINUING = [
@@ -235,7 +237,7 @@ def test_a_batch_is_repeated_as_a_whole_if_a_second_optimiser_fails(
     """The first optimiser's step in it is saved, and made again."""
     fails = Kill("on_before_backward", earlier=9, by=by)  # in the fifth batch
     failed = ranks.launch_ranks(early_ends.train, 2, Plan(fails, model=TwoOptimizers), tmp_path)
-    assert any("saved step 9 to" in outcome.output for outcome in failed), stories(failed)
+    assert any("saved step 9 to" in outcome.output for outcome in failed), ranks.stories(failed)
     resumed, _ = ranks.launch_ranks(early_ends.train, 2, Plan(model=TwoOptimizers), tmp_path)
     assert resumed.exit_code == 0, resumed.story()
     batches = re.findall(r"^batch (\d+)$", resumed.output, re.MULTILINE)
@@ -274,30 +276,23 @@ class Exploding(Net):
             self.layers[0].weight[0, 0] = torch.inf
 
 
-class Sharded(Net):
-    """Has an optimiser of whose state each rank has a part."""
-
-    def configure_optimizers(self) -> Any:
-        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=0.05)
-
-
 THIRD_STEP = Kill("on_after_backward", earlier=2)
-SIXTH_STEP = Kill("on_before_backward", earlier=5)
 EIGHTH_CALL = Kill("on_after_backward", earlier=7)  # in the third step of three calls each
-IN_VALIDATION = Kill("on_validation_batch_start", earlier=1)
 MODEL_AVERAGING = {
     "ddp_comm_state": PostLocalSGDState(None, None, 2),
     "model_averaging_period": 2,
 }
-TRIAL = {"fast_dev_run": 5, "limit_train_batches": 5}
 REFUSED = [
     ("had started to change the weights", Plan(EIGHTH_CALL, model=SeveralClosures)),
     ("had started to change the weights", Plan(model=InStep)),
-    ("shard of the optimiser's state", Plan(THIRD_STEP, model=Sharded)),
-    ("swapped the weights", Plan(IN_VALIDATION, callbacks=[WeightAveraging()])),
-    ("not finite", Plan(SIXTH_STEP, model=Exploding)),
+    ("shard of the optimiser's state", Plan(THIRD_STEP, model=training.Sharded)),
+    (
+        "swapped the weights",
+        Plan(Kill("on_validation_batch_start", earlier=1), callbacks=[WeightAveraging()]),
+    ),
+    ("not finite", Plan(Kill("on_before_backward", earlier=5), model=Exploding)),
     ("no step has finished since the start", Plan(Kill("on_before_backward"))),
-    ("fast_dev_run", Plan(THIRD_STEP, trainer=TRIAL)),
+    ("fast_dev_run", Plan(THIRD_STEP, trainer={"fast_dev_run": 5, "limit_train_batches": 5})),
     ("model_averaging_period", Plan(THIRD_STEP, strategy=MODEL_AVERAGING)),
     ('resume_data="stock"', Plan(THIRD_STEP, strategy={"resume_data": "stock"})),
 ]
@@ -315,3 +310,153 @@ def test_a_survivor_does_not_save_a_checkpoint_that_could_be_wrong(
     assert reason in rest.splitlines()[0]
     assert "RankDiedError: rank 1 " in survivor.output
     assert not list(tmp_path.rglob(early_ends.NAME))
+
+
+# Chains of kills.
+
+
+KILLS_OF_A_CHAIN = 3
+FIRST_SEED = int(os.environ.get("SOAK_SEED", 0))
+COUNT = int(os.environ.get("SOAK_COUNT", 0)) // KILLS_OF_A_CHAIN  # of chains
+# Moments that a rank passes in a run, and how often at least.
+MOMENTS = {
+    "on_train_epoch_start": EPOCHS - 1,
+    "on_train_batch_start": BATCHES,
+    "on_before_backward": BATCHES,
+    "on_after_backward": BATCHES,
+    "on_before_optimizer_step": BATCHES // 2,
+    "on_before_zero_grad": BATCHES // 2,
+    "on_train_batch_end": BATCHES,
+    "on_validation_start": EPOCHS - 1,
+    "on_validation_batch_start": (EPOCHS - 1) * VALIDATION_BATCHES,
+    "on_validation_batch_end": (EPOCHS - 1) * VALIDATION_BATCHES,
+    "on_validation_end": EPOCHS - 1,
+    "on_train_epoch_end": EPOCHS - 1,
+    "writing": 2 * EPOCHS,
+}
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Kills of a run that is started again after each of them."""
+
+    kills: list[Kill]
+    world_size: int = 2
+    trainer: dict[str, Any] = field(default_factory=dict)  # options
+    may_miss: bool = False  # whether a run may end before the moment of its kill
+
+    @property
+    def plan(self) -> Plan:
+        # Three ranks sum gradients in another order after DDP has rebuilt its buckets,
+        # which a resumed run does anew; with this option DDP does not rebuild them.
+        strategy = {"find_unused_parameters": True} if self.world_size == 3 else {}
+        return Plan(strategy=strategy, trainer=self.trainer)
+
+
+CHAINS = [
+    Chain(
+        [
+            Kill("on_after_backward", earlier=9, ranks=[0]),
+            Kill("on_train_epoch_start", earlier=1),
+            Kill("on_before_optimizer_step", earlier=3),
+        ]
+    ),
+    Chain(
+        [
+            Kill("on_validation_start", earlier=1),
+            Kill("on_validation_batch_end", earlier=2, ranks=[0]),
+        ],
+        trainer={"val_check_interval": 5},
+    ),
+    # After the first one, no step has finished.
+    Chain(
+        [
+            Kill("on_after_backward", earlier=9, by="error"),
+            Kill("setup", by="error"),
+            Kill("on_train_start", ranks=[0], by="error"),
+            Kill("on_train_batch_start", ranks=[0, 1], by="error"),
+        ]
+    ),
+    Chain(
+        [Kill("on_train_batch_end", earlier=6), Kill("on_after_backward", earlier=1, ranks=[0])],
+        trainer={"accumulate_grad_batches": 5},
+    ),
+    Chain(
+        [
+            Kill("on_before_backward", earlier=7, ranks=[0], by="other call"),
+            Kill("on_validation_batch_start", earlier=1, ranks=[0, 1], by="error"),
+            Kill("on_train_epoch_end", ranks=[0, 1], by="error"),
+        ]
+    ),
+]
+NIGHTLY_CHAINS = [
+    Chain(
+        [
+            Kill("on_validation_batch_start", earlier=1, ranks=[0]),
+            Kill("on_train_epoch_end"),
+            Kill("on_validation_end", ranks=[0]),
+        ]
+    ),
+    Chain(
+        [
+            Kill("on_before_backward", earlier=7, by="other call"),
+            Kill("on_train_batch_start", earlier=7, by="error"),
+            Kill("on_train_batch_end", earlier=6, ranks=[0], by="error"),
+        ]
+    ),
+    # The first one interrupts an optimiser step; at the second one, none has started.
+    Chain(
+        [
+            Kill("on_before_backward", earlier=8, ranks=[2]),
+            Kill("on_train_epoch_start", earlier=1, ranks=[2]),
+        ],
+        world_size=3,
+    ),
+    Chain(
+        [
+            Kill("on_before_backward", earlier=4, ranks=[0, 2]),
+            Kill("writing", earlier=3, ranks=[0]),
+            Kill("on_train_batch_end", earlier=2, by="error"),
+        ],
+        world_size=3,
+    ),
+]
+
+
+def draw(seed: int) -> Chain:
+    """Return three kills at random moments."""
+    chance = random.Random(seed)
+    world_size = chance.choice((2, 3))
+    options = chance.choice(({}, {"val_check_interval": 5}, {"accumulate_grad_batches": 5}))
+    kills = [draw_kill(chance, world_size) for _ in range(KILLS_OF_A_CHAIN)]
+    return Chain(kills, world_size=world_size, trainer=options, may_miss=True)
+
+
+def draw_kill(chance: random.Random, world_size: int) -> Kill:
+    """Return the kill of some ranks, but not of all, at a random moment."""
+    moment = chance.choice([*MOMENTS])
+    ranks = chance.sample(range(world_size), chance.randrange(1, world_size))
+    if moment == "writing":
+        ranks = [0]  # no other rank writes
+    return Kill(moment, earlier=chance.randrange(MOMENTS[moment]), ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        *CHAINS,
+        *(pytest.param(chain, marks=pytest.mark.nightly) for chain in NIGHTLY_CHAINS),
+        *(draw(seed) for seed in range(FIRST_SEED, FIRST_SEED + COUNT)),
+    ],
+    ids=str,
+)
+def test_a_chain_of_kills_is_survived(chain: Chain, tmp_path: Path) -> None:
+    """No step that a survivor finished is lost.
+
+    The final state is that of a run without a fault.
+    """
+    killed = survive(
+        chain.world_size, chain.plan, chain.kills, tmp_path / "killed", may_miss=chain.may_miss
+    )
+    unbroken = survive(chain.world_size, chain.plan, (), tmp_path / "unbroken")
+    torch.testing.assert_close(killed, unbroken, rtol=0, atol=0)

@@ -274,6 +274,37 @@ class Levels(Numbers):
         raise AssertionError("the user did not call it")
 
 
+class Refusing:
+    """Must not get an epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        raise AssertionError("got an epoch")
+
+
+class Answering:
+    """Claims to have any method."""
+
+    def __getattr__(self, name: str) -> Any:
+        return Refusing().set_epoch
+
+
+class Module(Refusing, L.LightningModule):
+    """Has the method, and must not get an epoch either."""
+
+
+class Holder(Numbers):
+    """Holds objects that get no epoch: modules, Trainers and what is in them, classes, and
+    false claims of a method.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        outer: list[Any] = [Module(), L.LightningDataModule(), L.Trainer(barebones=True)]
+        for each in outer:
+            each.held = Refusing()
+        self.held = [*outer, Module, Answering()]
+
+
 class SetsEpoch(L.Callback):
     """Gives a sampler another number than the epoch."""
 
@@ -311,6 +342,7 @@ CASES = {
     ),
     "a sampler that Lightning sets": Case(lambda: DataLoader(Numbers(4), 2, sampler=Counting())),
     "a dataset that takes two numbers": Case(lambda: DataLoader(Levels(4), 2)),
+    "a dataset of other objects": Case(lambda: DataLoader(Holder(), 2)),
 }
 
 

@@ -32,8 +32,7 @@ from torchmetrics.classification import (
 )
 from torchmetrics.wrappers import ClasswiseWrapper
 
-from lightning_ddp_ext import ExactDistributedSampler
-from lightning_ddp_ext.errors import RankAbsentError, RankFailedError
+from lightning_ddp_ext import ExactDistributedSampler, RankAbsentError, RankFailedError
 from tests.harness.ranks import run_ranks
 from tests.harness.training import (
     Kind,

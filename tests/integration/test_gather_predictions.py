@@ -1,7 +1,7 @@
 """Predictions of all ranks, once each and in the dataset's order, on rank 0."""
 
 import tracemalloc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,32 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_ddp_ext import DDPExtStrategy, ExactDistributedSampler
-from lightning_ddp_ext.errors import SamplingError
+from lightning_ddp_ext import DDPExtStrategy, ExactDistributedSampler, SamplingError
 from lightning_ddp_ext.integration.data.predictions import gather_predictions
 from tests.harness import ranks, training
-from tests.harness.network import Network
+from tests.harness.environment import Network
 
 
 class Pair(NamedTuple):
     whole: Any
     half: Any
-
-
-class Backwards(Sampler[int]):
-    """Yields indices from the last to the first, as tensors."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(torch.arange(len(self.data)).flip(0))
-
-    def __len__(self) -> int:
-        return len(self.data)
 
 
 def structured(x: Tensor) -> Any:
@@ -97,7 +83,7 @@ CASES = {
         lambda rank: loader(5), structured(torch.arange(5.0)), predict=structured
     ),
     "several loaders": Case(
-        lambda rank: [loader(5), loader(5, sampler=Backwards(range(5))), loader(2)],
+        lambda rank: [loader(5), loader(5, sampler=[*torch.arange(5).flip(0)]), loader(2)],
         gathered=[torch.arange(5.0), torch.arange(5.0), torch.arange(2.0)],
     ),
     "the user's batch sampler": Case(
@@ -248,10 +234,7 @@ def test_predictions_of_hosts_whose_names_are_loopback_addresses(two_hosts: Netw
     Gloo would wait for the other host at this address.
     """
     for host in two_hosts:
-        known = host.hosts_file.read_text()
-        own = f"{host.address} {host.name}"
-        assert own in known
-        host.hosts_file.write_text(known.replace(own, f"127.0.1.1 {host.name}"))
+        host.name_as_loopback()
     env = {**ranks.by_hand_env(2), "LOCAL_RANK": "0", "NODE_RANK": str, "GLOO_SOCKET_IFNAME": None}
     init_method = f"tcp://{two_hosts[0].address}:29874"
     first, second = ranks.run_ranks(

@@ -4,31 +4,27 @@ prompt.
 
 import os
 import socket
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import lightning as L
 import pytest
-import torch
 import torch.distributed as dist
 from debugpy.common.messaging import JsonIOStream, JsonMessageChannel
-from torch import Tensor
 
 from lightning_ddp_ext import ConfigurationError, RankDebugger
 from tests.harness import ranks, training
-from tests.harness.training import Net
 
 STDIN = 0
 LIMIT = 4.0  # seconds, of collectives
 
 
-class Secretive(Net):
+class Secretive(training.Net):
     """Has a number in a variable of each step; may stop rank 1 in the first one.
 
     Args:
@@ -47,43 +43,27 @@ class Secretive(Net):
         return super().training_step(batch, index)
 
 
-def train(
-    rank: int, world_size: int, directory: Path, model: Net, *callbacks: L.Callback, **options: Any
-) -> dict[str, Tensor]:
-    """Train one epoch, and return the weights."""
-    torch.manual_seed(1)
-    training.fit("ours", directory, model, *callbacks, max_epochs=1, **options)
-    return training.weights(model)
-
-
 def stop_in_editor() -> None:
     if dist.get_rank() == 1:
         breakpoint()
 
 
-def train_with_editor(rank: int, world_size: int, directory: Path, port: int) -> dict[str, Tensor]:
-    """Train with time limits that are shorter than the time in the debugger."""
-    model = Secretive(stop_in_editor)
-    options = {"strategy": {"timeout": LIMIT}}
-    return train(rank, world_size, directory, model, RankDebugger(1, port), **options)
+def type_at_prompt() -> None:
+    """Stop rank 1 in torch's debugger, which reads commands from a file."""
+    with tempfile.TemporaryFile("w+") as typed:
+        typed.write("up\nup\np f'secret is {secret}'\nnext\ncontinue\n")
+        typed.seek(0)
+        os.dup2(typed.fileno(), STDIN)
+    dist.breakpoint(rank=1)
 
 
-def train_at_prompt(rank: int, world_size: int, directory: Path) -> dict[str, Tensor]:
-    """Train with torch's debugger, which reads commands from a file."""
-    typed = directory / f"typed{rank}"
-    typed.write_text("up\np f'secret is {secret}'\nnext\ncontinue\n")
-    os.dup2(os.open(typed, os.O_RDONLY), STDIN)
-    return train(rank, world_size, directory, Secretive(partial(dist.breakpoint, rank=1)))
-
-
-def train_undisturbed(rank: int, world_size: int, directory: Path) -> dict[str, Tensor]:
-    return train(rank, world_size, directory, Secretive())
-
-
-def assert_trained_as_without_debugger(debugged: list[ranks.Outcome], directory: Path) -> None:
-    directory.mkdir()
-    undisturbed = ranks.run_ranks(train_undisturbed, 2, directory)
-    training.assert_same([outcome.result for outcome in debugged], undisturbed)
+def assert_trained_as_without_debugger(
+    debugged: list[ranks.Outcome], model: Secretive, directory: Path
+) -> None:
+    model.stop = None
+    undisturbed = training.fit_on(2, directory, model, max_epochs=1)
+    results = [outcome.result for outcome in undisturbed]
+    training.assert_same([outcome.result for outcome in debugged], results)
 
 
 class Editor:
@@ -133,27 +113,30 @@ def test_an_editor_stops_in_one_rank_while_the_other_waits(tmp_path: Path) -> No
     ends with the weights that it has without a debugger.
     """
     port = ranks.free_port()
-    with ranks.RankProcesses(train_with_editor, 2, tmp_path, port) as processes:
+    model = Secretive(stop_in_editor)
+    options: dict[str, Any] = {"strategy": {"timeout": LIMIT}, "max_epochs": 1}
+    with training.start_fit(2, tmp_path, model, RankDebugger(1, port), **options) as processes:
         processes.wait_for_output(f"[rank 1] waiting for a debugger at 127.0.0.1:{port},", 1)
         assert read_secret(port) == "1010"
         debugged = processes.wait()
-    assert_trained_as_without_debugger(debugged, tmp_path / "undisturbed")
+    assert_trained_as_without_debugger(debugged, model, tmp_path / "undisturbed")
 
 
 def test_torchs_prompt_stops_in_one_rank(tmp_path: Path) -> None:
     """The prompt prints that rank's variable, and training ends with the weights that it
     has without a debugger.
     """
-    debugged = ranks.launch_ranks(train_at_prompt, 2, tmp_path)
+    model = Secretive(type_at_prompt)
+    debugged = training.fit_on(2, tmp_path, model, max_epochs=1)
     assert "(Pdb) 'secret is 1010'" in debugged[1].output
-    assert_trained_as_without_debugger(debugged, tmp_path / "undisturbed")
+    assert_trained_as_without_debugger(debugged, model, tmp_path / "undisturbed")
 
 
 def debug_rank_3(rank: int, world_size: int) -> str:
     with pytest.raises(ConfigurationError) as caught:
         training.make_trainer(
             "ddp_ext", devices=1, callbacks=[RankDebugger(0), RankDebugger(3)]
-        ).fit(Net())
+        ).fit(training.Net())
     return str(caught.value)
 
 

@@ -1,22 +1,29 @@
 """All ranks get the whole content of a file that they resume or evaluate from, whether
 it is mapped or sent; a file that a hook reads by itself does not decide where they begin.
+``ckpt_path="last"`` means the newest file of this fit that rank 0 finds. If a file cannot be
+read, every rank raises the same named error.
 """
 
+import argparse
 import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 
-from lightning_ddp_ext import RankZeroCheckpointIO
-from tests.checkpoint.content import MAPPED
+from lightning_ddp_ext import CheckpointError, RankZeroCheckpointIO
+from tests.checkpoint.content import MAPPED, flip, without_checksums
 from tests.harness import training
+from tests.harness.ranks import free_port
 from tests.integration import checkpointing, continuing
-from tests.integration.checkpointing import Net
 
 
 def resumed(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> dict[str, Any]:
@@ -50,7 +57,7 @@ def test_a_run_continues_with_all_that_was_saved(
     training.assert_same(results, [before] * world_size)
 
 
-class SwapsWeights(Net):
+class SwapsWeights(checkpointing.Net):
     """Reads and changes the content before it is loaded."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -103,9 +110,9 @@ def use_the_plugin_alone(kind: training.Kind, directory: Path, path: Path) -> No
         )
         for _ in range(2)
     )
-    alone.test(Net(), ckpt_path=path, verbose=False)
+    alone.test(checkpointing.Net(), ckpt_path=path, verbose=False)
     alone.save_checkpoint(directory / "alone.ckpt")
-    remote.fit(Net())
+    remote.fit(checkpointing.Net())
     remote.save_checkpoint("memory://checkpoints/it.ckpt")
 
 
@@ -118,7 +125,7 @@ def test_the_plugin_serves_a_stock_strategy_alone(tmp_path: Path) -> None:
     path = tmp_path / "it.ckpt"
     checkpointing.train_and_save(path)
     training.on_ranks("stock", use_the_plugin_alone, tmp_path, path)
-    alone = Net.load_from_checkpoint(tmp_path / "stock" / "alone.ckpt")
+    alone = checkpointing.Net.load_from_checkpoint(tmp_path / "stock" / "alone.ckpt")
     training.assert_same(training.weights(alone), torch.load(path)["state_dict"])
 
 
@@ -193,3 +200,250 @@ def test_a_finder_of_learning_rates_restores_its_own_file(tmp_path: Path) -> Non
     path, _ = training.on_ranks("ours", save_early, tmp_path, Tuned)
     ours, stock = training.on_both(find_a_rate, tmp_path, path)
     assert ours == stock
+
+
+# Files that cannot be read.
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The checkpoint of a short run."""
+    checkpointing.train_and_save(tmp_path / "it.ckpt")
+    return tmp_path / "it.ckpt"
+
+
+def set_entry(path: Path, name: str, value: Any) -> None:
+    torch.save({**torch.load(path, weights_only=False), name: value}, path)
+
+
+class WouldRun:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.directory),)
+
+
+class Fault(NamedTuple):
+    """A fault of a file, and what every rank's error says about it."""
+
+    spoil: Callable[[Path], object]
+    text: str
+    error: str = "DamagedCheckpointError"
+
+
+MISMATCH = "is damaged: {} does not match the recorded CRC"
+FAULTS = [
+    # Of two records of equal size, side by side, each rank checks one.
+    Fault(partial(flip, record="data/1"), MISMATCH.format("data/1")),
+    Fault(partial(flip, record="data/2"), MISMATCH.format("data/2")),
+    Fault(partial(flip, record="data.pkl"), MISMATCH.format("data.pkl")),
+    Fault(lambda path: os.truncate(path, 999), "was probably truncated"),
+    Fault(lambda path: os.truncate(path, 0), "is not a checkpoint: its 0 bytes begin with b''"),
+    Fault(
+        lambda path: path.write_text("anything"),
+        "is not a checkpoint: its 8 bytes begin with b'anyt'",
+    ),
+    Fault(os.unlink, "No such file or directory", "CheckpointError"),
+    Fault(
+        lambda path: set_entry(path, "hyper_parameters", argparse.Namespace(lr=0.1)),
+        "add_safe_globals([argparse.Namespace])",
+        "CheckpointError",
+    ),
+    Fault(
+        lambda path: set_entry(path, "state_dict", WouldRun(path.parent / "it-ran")),
+        "posix.mkdir",
+        "CheckpointError",
+    ),
+    Fault(
+        lambda path: torch.save({"model": {}, "epoch": 3}, path),
+        "has no entry 'state_dict'",
+        "CheckpointError",
+    ),
+    Fault(
+        lambda path: torch.save(checkpointing.Net().state_dict(), path),
+        "call model.load_state_dict(torch.load('",
+        "CheckpointError",
+    ),
+]
+
+
+def refused(kind: training.Kind, directory: Path, files: list[Path], is_mapped: bool) -> list[str]:
+    """Return the error of each file, one after another in one process."""
+    errors = []
+    weights_only = True if kind == "stock" else None  # which is torch's own default
+    for file in files:
+        path = checkpointing.reachable(file, directory, is_mapped=is_mapped)
+        trainer = checkpointing.trainer_for(
+            kind, directory, RankZeroCheckpointIO(weights_only=weights_only)
+        )
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            trainer.test(checkpointing.Net(), ckpt_path=path, verbose=False)
+        errors.append(f"{caught.type.__name__}: {caught.value}")
+    return errors
+
+
+@pytest.mark.lowest
+@checkpointing.MAPPED_AND_SENT
+def test_every_rank_names_the_fault_of_a_file(
+    kind: training.Kind, is_mapped: bool, path: Path, tmp_path: Path
+) -> None:
+    """Damage is named by record, and refusals by class; nothing of a file is run."""
+    files = [Path(shutil.copy(path, tmp_path / f"{number}.ckpt")) for number in range(len(FAULTS))]
+    for file, fault in zip(files, FAULTS, strict=True):
+        fault.spoil(file)
+    errors, of_rank_1 = training.on_ranks(kind, refused, tmp_path, files, is_mapped)
+    assert errors == of_rank_1
+    for fault, message in zip(FAULTS, errors, strict=True):
+        assert message.startswith(f"{fault.error}: ")
+        assert fault.text in message
+    assert not (tmp_path / "it-ran").exists()
+
+
+def warned(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> list[str]:
+    path = checkpointing.reachable(path, directory, is_mapped=is_mapped)
+    trainer = checkpointing.trainer_for(kind, directory, RankZeroCheckpointIO())
+    with training.warnings_with("checksums") as told:
+        trainer.test(checkpointing.Net(), ckpt_path=path, verbose=False)
+    return told
+
+
+@checkpointing.MAPPED_AND_SENT
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_file_without_checksums_is_read_with_a_warning(
+    kind: training.Kind, is_mapped: bool, path: Path, tmp_path: Path
+) -> None:
+    """Rank 0 warns, because changes to such a file cannot be detected."""
+    with without_checksums():
+        torch.save(torch.load(path, weights_only=False), path)
+    told, others = training.on_ranks(kind, warned, tmp_path, path, is_mapped)
+    assert len(told) == 1
+    shown = path if is_mapped else path.name
+    assert told[0].startswith(f"checkpoint {shown} has no checksums, so damage cannot be detected")
+    assert others == []
+
+
+# `ckpt_path="last"`.
+
+
+def last_on_rank_zero(kind: training.Kind, directory: Path) -> dict[str, Any]:
+    """Resume from "last" in a directory that differs by rank, and is empty on rank 1."""
+    callback = checkpointing.checkpoint_callback(
+        kind, dirpath=directory / os.environ["RANK"], save_last=True
+    )
+    return checkpointing.fit_from(
+        checkpointing.trainer_for(kind, directory, None, [callback], max_epochs=2), "last"
+    )
+
+
+@pytest.mark.lowest
+@pytest.mark.parametrize("kind", training.KINDS)
+def test_last_is_what_rank_zero_finds(kind: training.Kind, tmp_path: Path) -> None:
+    """A rank whose disk has no `last.ckpt` resumes from rank 0's."""
+    for rank in ("0", "1"):
+        (tmp_path / kind / rank).mkdir(parents=True)
+    before = checkpointing.train_and_save(tmp_path / kind / "0" / "last.ckpt")
+    for state in training.on_ranks(kind, last_on_rank_zero, tmp_path):
+        training.assert_same(state, before)
+
+
+STEPS = 4  # of an epoch
+EPOCHS = 10  # so that the ranks have time to agree on a stop
+
+
+class CommandRun(NamedTuple):
+    """The steps at which a run began and ended."""
+
+    first_step: int
+    last_step: int
+
+
+def run_command(
+    kind: training.Kind, directory: Path, kept: Path | str, *callbacks: L.Callback
+) -> CommandRun:
+    """Run one command line, from its newest file on."""
+    begun: list[int] = []
+    begin = training.At("on_train_start", lambda trainer: begun.append(trainer.global_step))
+    saver = ModelCheckpoint(kept, save_last=True)
+    io = RankZeroCheckpointIO()
+    options = {"max_epochs": EPOCHS, "default_root_dir": directory}
+    trainer = checkpointing.trainer_for(kind, directory, io, [begin, saver, *callbacks], **options)
+    with suppress(SystemExit):
+        trainer.fit(checkpointing.Net(), ckpt_path="last")
+    return CommandRun(begun[0], trainer.global_step)
+
+
+def refused_command(kind: training.Kind, directory: Path, kept: Path | str) -> str:
+    """Return the error of a command that resumes."""
+    with pytest.raises(CheckpointError) as caught:
+        run_command(kind, directory, kept)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def make_unreadable(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # where nothing is mapped, reading is an error
+
+
+def test_last_is_the_stop_checkpoint_even_if_it_cannot_be_read(tmp_path: Path) -> None:
+    """Every rank names the file, also if its time is that of `last.ckpt`, as in a store that
+    rounds times.
+
+    Once it is deleted, the same command continues with the one before, also if that has a
+    version in its name.
+    """
+    kept = tmp_path / "kept"
+    stop = training.signalled("on_train_batch_end", STEPS + 1, ranks=[1])  # in the second epoch
+    stopped, _ = training.on_ranks("ours", run_command, tmp_path, kept, stop)
+    assert stopped.first_step == 0
+    assert stopped.last_step > STEPS + 1
+    [newest] = kept.glob("*/last-preempted.ckpt")
+    (kept / "last.ckpt").rename(kept / "last-v1.ckpt")
+    remedy = "use an earlier checkpoint (with ckpt_path='last', delete this file)"
+    errors = {
+        partial(flip, record="data/1"): (
+            "DamagedCheckpointError: checkpoint {} is damaged: ",
+            remedy,
+        ),
+        make_unreadable: ("CheckpointError: checkpoint {} could not be read: OSError: ", ""),
+    }
+    for damage, (begin, end) in errors.items():
+        damage(newest)
+        for file in kept.rglob("*.ckpt"):
+            os.utime(file, (0, 0), follow_symlinks=False)
+        own, of_rank_1 = training.on_ranks("ours", refused_command, tmp_path, kept)
+        assert of_rank_1 == own
+        assert own.startswith(begin.format(newest))
+        assert end in own
+    newest.unlink()
+    resumed, _ = training.on_ranks("ours", run_command, tmp_path, kept)
+    assert resumed.first_step in range(STEPS, stopped.last_step + 1, STEPS), "an epoch's end"
+    assert resumed.last_step == EPOCHS * STEPS
+
+
+def resumed_from_a_store(kind: training.Kind, directory: Path) -> list[int]:
+    """Return the steps at which two runs begin that save to the same URL."""
+    begun: list[int] = []
+    for epochs in (1, 2):
+        saving = ModelCheckpoint("memory://bucket/run", save_last=True)
+        begin = training.At("on_train_start", lambda trainer: begun.append(trainer.global_step))
+        options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": epochs}
+        model = training.Net()
+        training.fit(kind, directory, model, saving, begin, ckpt_path="last", **options)
+    return begun
+
+
+def test_last_is_found_at_a_url(tmp_path: Path) -> None:
+    """A file system lists files without the protocol of the URL."""
+    assert training.on_ranks("ours", resumed_from_a_store, tmp_path) == [[0, 4]] * 2
+
+
+def test_a_url_that_cannot_be_reached_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    """It has the reason of the rank that searched, and a remedy."""
+    url = f"http://127.0.0.1:{free_port()}/run"
+    error, of_rank_1 = training.on_ranks("ours", refused_command, tmp_path, url)
+    assert of_rank_1 == error
+    assert error.startswith(f"CheckpointError: cannot search {url} for checkpoints: ")
+    assert "check that it can be reached, or pass the path of a checkpoint" in error

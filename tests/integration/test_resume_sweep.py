@@ -28,8 +28,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistributedSampler
 from tests.harness import sweeps
+from tests.harness.training import signalled
 from tests.integration import continuing
-from tests.integration.continuing import Backwards, Run, Step
 
 BATCH_SIZE = 2
 # Twelve batches, which 1, 2 or 3 ranks share evenly, as they do the rest of half of them.
@@ -188,7 +188,7 @@ def options_of(
     if kind in samplers:
         return {"batch_size": BATCH_SIZE, "sampler": samplers[kind]}
     if kind == "batches":
-        return {"batch_sampler": Backwards(draw(), BATCH_SIZE, False)}
+        return {"batch_sampler": continuing.Backwards(draw(), BATCH_SIZE, False)}
     if kind == "dealt":
         own = BatchSampler(draw(), BATCH_SIZE, False)
         return {"batch_sampler": DistributedBatchSamplerWrapper(own)}
@@ -222,9 +222,7 @@ def loaders_of(case: Case, rank: int, ranks: int) -> Any:
 class Manual(continuing.Net):
     """Optimises manually."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, index: int) -> None:
         loss = super().training_step(batch, index)
@@ -269,8 +267,8 @@ class Played:
 
     fault: str = ""
     path: str = ""
-    whole: list[Step] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    whole: list[continuing.Step] = field(default_factory=list)
+    steps: list[continuing.Step] = field(default_factory=list)
 
 
 def joined(*faults: str) -> str:
@@ -284,7 +282,7 @@ def play_to_stop(case: Case, rank: int, ranks: int, place: Path) -> Played:
     done = case.steps_until(case.stop, epoch, ranks)
     if case.stop in SIGNALS:
         calls = 2 * epoch if case.stop == "sigval" else done - 1
-        stopping = continuing.signalled(f"on_{HOOKS[case.stop]}", calls, ranks=[epoch % ranks])
+        stopping = signalled(f"on_{HOOKS[case.stop]}", calls, ranks=[epoch % ranks])
         stopped = training.run(default_root_dir=place, callbacks=[stopping])
         whole = training.run()
         done = len(stopped.steps)  # the ranks may agree on a later stop
@@ -303,7 +301,7 @@ def play_to_stop(case: Case, rank: int, ranks: int, place: Path) -> Played:
 
 
 def fault_after_stop(
-    case: Case, training: continuing.Training, path: str, whole: Run, done: int
+    case: Case, training: continuing.Training, path: str, whole: continuing.Run, done: int
 ) -> str:
     """Resume on the same ranks after ``done`` steps, and resume the resumed run."""
     if case.starts_again:
@@ -372,7 +370,7 @@ def fault_in_epochs_from(epoch: int, case: Case, seconds: list[Played]) -> str:
 def fault_in_rest(case: Case, epoch: int, firsts: list[Played], seconds: list[Played]) -> str:
     """Check that an epoch's rest has each sample, and none twice if its half is left."""
 
-    def count(steps_by_rank: Iterable[list[Step]]) -> Counter[int]:
+    def count(steps_by_rank: Iterable[list[continuing.Step]]) -> Counter[int]:
         steps = [step for steps in steps_by_rank for step in steps if step.epoch == epoch]
         return Counter(continuing.samples_of(steps))
 

@@ -27,9 +27,9 @@ from tests.harness.training import (
     make_trainer,
     on_both,
     on_ranks,
+    signalled,
 )
 from tests.integration import continuing
-from tests.integration.continuing import Numbers, Run, Stream, Training
 
 NO_DIFFERENCE = ["", ""]  # of a resumed run, on both ranks
 SAMPLES = 16  # two ranks read them in four batches of two
@@ -78,7 +78,7 @@ class LikeLitdata(ByHand):
 
 
 def stateful_stream(rank: int, **options: Any) -> StatefulDataLoader[Any]:
-    return StatefulDataLoader(Stream(12, rank), batch_size=2, **options)
+    return StatefulDataLoader(continuing.Stream(12, rank), batch_size=2, **options)
 
 
 # Loaders of several lengths.
@@ -87,8 +87,8 @@ def stateful_stream(rank: int, **options: Any) -> StatefulDataLoader[Any]:
 def short_and_long(mode: Any) -> CombinedLoader:
     """Return loaders of 4 and 10 batches."""
     own = torch.Generator().manual_seed(20)
-    long = DataLoader(Numbers(20), 2, shuffle=True, generator=own)
-    return CombinedLoader([DataLoader(Numbers(8), 2, shuffle=True), long], mode)
+    long = DataLoader(continuing.Numbers(20), 2, shuffle=True, generator=own)
+    return CombinedLoader([DataLoader(continuing.Numbers(8), 2, shuffle=True), long], mode)
 
 
 # Models and callbacks that read batches themselves.
@@ -134,12 +134,12 @@ def shuffled(rank: int) -> Any:
 CASES = {
     # Each epoch has five batches, and a step has two of them or the last one.
     "the state of each rank": Case(
-        lambda rank: ByHand(Stream(9, rank), batch_size=2),
+        lambda rank: ByHand(continuing.Stream(9, rank), batch_size=2),
         {"max_epochs": 2, **IN_STEP},
         (["train_batch_end-1", "train_batch_end-4"], ["train_batch_end-7"]),
     ),
     "a state that is kept until the epoch's end": Case(
-        lambda rank: LikeLitdata(Stream(9, rank), batch_size=2),
+        lambda rank: LikeLitdata(continuing.Stream(9, rank), batch_size=2),
         IN_STEP,
         (["train_batch_end-2"], ["train_batch_end-8"]),
     ),
@@ -168,7 +168,7 @@ CASES = {
 def continue_case(rank: int, world_size: int, directory: Path, name: str) -> dict[str, str]:
     """Return the differences of runs that resume, and resume again."""
     case = CASES[name]
-    training = Training(lambda: case.loaders(rank), directory, options=case.options)
+    training = continuing.Training(lambda: case.loaders(rank), directory, options=case.options)
     return continuing.generations(training, *case.points)
 
 
@@ -192,7 +192,7 @@ def fail_again_and_again(rank: int, world_size: int, directory: Path) -> str:
     """Describe how a run that fails three times differs from one that does not."""
     # The workers of the training loader persist from epoch to epoch.
     loaders = continuing.shuffled(SAMPLES, **continuing.KEPT)
-    training = Training(loaders, directory, options=UNBROKEN)
+    training = continuing.Training(loaders, directory, options=UNBROKEN)
     whole = training.run()
     done = 0
     path = None
@@ -218,9 +218,9 @@ def stop_before_first_batch(rank: int, world_size: int, directory: Path) -> str:
     that resumes with a hook that loads the data before the checkpoint.
     """
     options = {"max_epochs": 2, "default_root_dir": directory / "run"}
-    training = Training(continuing.shuffled(SAMPLES), directory, options=options)
+    training = continuing.Training(continuing.shuffled(SAMPLES), directory, options=options)
     whole = training.run()
-    stopped = training.run(callbacks=[continuing.signalled("on_train_epoch_start", earlier=1)])
+    stopped = training.run(callbacks=[signalled("on_train_epoch_start", earlier=1)])
     assert stopped.status is not None
     loads = At("setup", lambda trainer: trainer.estimated_stepping_batches)
     resumed = training.run(ckpt_path="last", callbacks=[loads])
@@ -256,7 +256,7 @@ def resume_after_fit(
     """Describe how runs differ that resume after ``fit`` has returned; also return one that
     resumes after ``validate``.
     """
-    training = Training(continuing.shuffled(20), directory, options={"max_epochs": 2})
+    training = continuing.Training(continuing.shuffled(20), directory, options={"max_epochs": 2})
     whole = training.run()
     differences = []
     for done, limits in ((5, {"max_epochs": 1}), (3, {"max_steps": 3})):
@@ -285,17 +285,17 @@ MIDDLE = "train_batch_end-2"  # of the first epoch
 FIRST_EPOCH_END = "train_epoch_end-4"
 
 
-def training_of(kind: Kind, directory: Path) -> Training:
+def training_of(kind: Kind, directory: Path) -> continuing.Training:
     """Return a training on a shuffled loader for two epochs."""
     loaders = continuing.shuffled(SAMPLES)
-    return Training(loaders, directory, options={"max_epochs": 2}, side=kind)
+    return continuing.Training(loaders, directory, options={"max_epochs": 2}, side=kind)
 
 
 def save_two(kind: Kind, directory: Path) -> list[str]:
     return [*training_of(kind, directory).run(MIDDLE, FIRST_EPOCH_END).saved.values()]
 
 
-def resume_as_stock(kind: Kind, directory: Path, paths: list[str]) -> list[Run]:
+def resume_as_stock(kind: Kind, directory: Path, paths: list[str]) -> list[continuing.Run]:
     training = training_of(kind, directory)
     if kind == "ours":
         training.strategy = {"resume_data": "stock"}
@@ -343,13 +343,13 @@ NO_POSITION = (
 )
 
 
-def stream_training(kind: Kind, directory: Path) -> Training:
+def stream_training(kind: Kind, directory: Path) -> continuing.Training:
     """Return a training in which each rank has its own stream, in a loader with a state."""
 
     def load_stream() -> Any:
         return stateful_stream(torch.distributed.get_rank())
 
-    return Training(load_stream, directory, options={"max_epochs": 2}, side=kind)
+    return continuing.Training(load_stream, directory, options={"max_epochs": 2}, side=kind)
 
 
 def save_stream(kind: Kind, directory: Path) -> str:
@@ -374,4 +374,4 @@ def test_a_checkpoint_without_a_position_repeats_the_epoch(kind: str, tmp_path: 
     assert second.warned == []
     for rank, resumed in enumerate((first, second)):
         first_epoch = [step for step in resumed.run.steps if step.epoch == 0]
-        assert continuing.samples_of(first_epoch) == [*Stream(12, rank).numbers]
+        assert continuing.samples_of(first_epoch) == [*continuing.Stream(12, rank).numbers]

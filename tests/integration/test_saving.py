@@ -1,25 +1,203 @@
-"""Failed and killed saves: every rank raises the same error, and a whole checkpoint is left."""
+"""Checkpoint callbacks act on all ranks together, in the foreground and background. After
+failed and killed saves every rank raises the same error, and a whole checkpoint is left.
+"""
 
 import os
 import random
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_ddp_ext import (
     CheckpointSaveError,
     DDPExtError,
+    DDPExtStrategy,
     RankZeroCheckpoint,
     RankZeroCheckpointIO,
 )
 from tests.harness import ranks, training
-from tests.harness.training import Net
 from tests.integration import checkpointing
+
+LARGE = 16 << 20  # bytes, which a background save still writes when the test starts to read
+
+
+def files_at_every_step(
+    kind: training.Kind, directory: Path, kept: Path, save_last: Literal["link"] | None
+) -> list[list[str]]:
+    """Save in the background after each step; return the files after each step, except
+    links to no file.
+    """
+    names: list[list[str]] = []
+    saver = checkpointing.checkpoint_callback(
+        kind, dirpath=kept, filename="{step}", every_n_train_steps=1, save_last=save_last
+    )
+
+    def list_files(*_: Any) -> None:
+        names.append([path.name for path in kept.glob("*.ckpt") if path.exists()])
+
+    callbacks = [saver, LambdaCallback(on_train_batch_end=list_files)]
+    io = checkpointing.make_io(is_background=True)
+    # In each epoch, a rank has four steps.
+    checkpointing.trainer_for(kind, directory, io, callbacks, max_epochs=3).fit(training.Net())
+    return names
+
+
+@pytest.mark.lowest
+@pytest.mark.parametrize(
+    ("kind", "save_last", "names_at_end"),
+    [("ours", None, {"step=12.ckpt"}), ("stock", "link", {"step=12.ckpt", "last.ckpt"})],
+)
+def test_in_the_background_there_is_always_a_checkpoint(
+    kind: training.Kind,
+    save_last: Literal["link"] | None,
+    names_at_end: set[str],
+    tmp_path: Path,
+) -> None:
+    """No file is removed before its successor is on the disk, and a link has a target."""
+    kept = tmp_path / "kept"
+    names_by_step, _ = training.on_ranks(kind, files_at_every_step, tmp_path, kept, save_last)
+    first = next(step for step, names in enumerate(names_by_step) if names)
+    assert all(names_by_step[first:])
+    assert {path.name for path in kept.iterdir()} == names_at_end
+    assert all(torch.load(kept / name)["global_step"] == 12 for name in names_at_end)
+
+
+def files_after_a_failure(kind: training.Kind, directory: Path) -> list[str]:
+    """Return the error of the run, and the names of the callback's files that it leaves."""
+    kept = directory.parent / "kept"
+    saver = checkpointing.checkpoint_callback(
+        kind, dirpath=kept, filename="{step}", every_n_train_steps=1
+    )
+    io = checkpointing.FailsWhenAwaited(lambda path: path.endswith("step=2.ckpt"))
+    trainer = checkpointing.trainer_for(kind, directory, io, [saver], max_epochs=1)
+    with pytest.raises(CheckpointSaveError) as caught:
+        trainer.fit(training.Net())
+    return [str(caught.value).partition(";")[0], *(path.name for path in kept.glob("step=*"))]
+
+
+@pytest.mark.parametrize("kind", training.KINDS)
+def test_a_failed_background_save_leaves_the_checkpoint_before_it(
+    kind: training.Kind, tmp_path: Path
+) -> None:
+    """Every rank raises its error in the next save, and nothing is removed."""
+    for error, *names in training.on_ranks(kind, files_after_a_failure, tmp_path):
+        assert error == "cannot save checkpoint /dev/null/it.ckpt: File exists"
+        assert names == ["step=1.ckpt"]
+
+
+def test_the_strategy_completes_lightnings_wrapper() -> None:
+    """``AsyncCheckpointIO()`` saves as our IO does, unless it wraps another one."""
+    for inner in (None, TorchCheckpointIO()):
+        io: Any = DDPExtStrategy(checkpoint_io=AsyncCheckpointIO(inner)).checkpoint_io
+        assert type(io) is AsyncCheckpointIO
+        assert type(io.checkpoint_io) is type(inner or RankZeroCheckpointIO())
+
+
+def add_large(trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+    checkpoint["large"] = torch.zeros(LARGE, dtype=torch.uint8)
+
+
+def read_while_writing(kind: training.Kind, directory: Path) -> None:
+    """Save a large checkpoint in the background, and read it in the next step."""
+    path = directory / "large.ckpt"
+    enlarge = LambdaCallback(on_save_checkpoint=add_large)
+    io = checkpointing.make_io(is_background=True)
+    save = training.At("on_train_epoch_end", lambda trainer: trainer.save_checkpoint(path))
+    read = training.At("on_train_epoch_end", lambda trainer: trainer.strategy.load_checkpoint(path))
+    trainer = checkpointing.trainer_for(kind, directory, io, [enlarge, save, read], max_epochs=1)
+    trainer.fit(training.Net())
+
+
+@pytest.mark.parametrize("kind", training.KINDS)
+def test_a_checkpoint_can_be_read_right_after_its_background_save(
+    kind: training.Kind, tmp_path: Path
+) -> None:
+    """All ranks wait until the file is complete."""
+    training.on_ranks(kind, read_while_writing, tmp_path)
+
+
+class Scores(L.Callback):
+    """Logs a score that rises on rank 0, and falls on the others."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        sign = 1 if trainer.global_rank == 0 else -1
+        module.log("score", float(sign * trainer.current_epoch), rank_zero_only=False)
+
+
+def save_the_best(kind: training.Kind, directory: Path) -> dict[str, Any]:
+    """Save the weights with the two lowest scores, and everything after each step; return
+    the record of the former.
+    """
+    best = checkpointing.checkpoint_callback(
+        kind,
+        dirpath=directory / "best",
+        filename="{epoch}-{score:.1f}",
+        monitor="score",
+        save_top_k=2,
+        save_weights_only=True,
+    )
+    every_step = checkpointing.checkpoint_callback(
+        kind, dirpath=directory / "all", filename="{step}", every_n_train_steps=1
+    )
+    callbacks = [Scores(), best, every_step]
+    checkpointing.trainer_for(kind, directory, None, callbacks, max_epochs=4).fit(training.Net())
+    return best.state_dict()
+
+
+@pytest.mark.lowest
+@pytest.mark.parametrize("kind", training.KINDS)
+def test_the_best_checkpoints_are_those_of_rank_zeros_scores(
+    kind: training.Kind, tmp_path: Path
+) -> None:
+    """Every rank names the checkpoint that is best by rank 0's score, and the two best
+    are kept.
+
+    Weights alone are saved by the callback that is asked to, and by no other.
+    """
+    record, record_of_rank_1 = training.on_ranks(kind, save_the_best, tmp_path)
+    assert record == record_of_rank_1
+    assert Path(record["best_model_path"]).name == "epoch=0-score=0.0.ckpt"
+    kept = {path.name for path in (tmp_path / kind / "best").iterdir()}
+    assert kept == {"epoch=0-score=0.0.ckpt", "epoch=1-score=1.0.ckpt"}
+    assert "optimizer_states" not in torch.load(record["best_model_path"])
+    assert "optimizer_states" in torch.load(tmp_path / kind / "all" / "step=16.ckpt")
+
+
+@pytest.mark.lowest
+@pytest.mark.parametrize("plugins", [[], [checkpointing.make_io(is_background=True)]])
+def test_the_callback_also_works_on_a_single_device(plugins: list[Any], tmp_path: Path) -> None:
+    """It brings its IO unless the Trainer has another one, and leaves no method replaced."""
+    callback = RankZeroCheckpoint(tmp_path)
+    trainer = training.make_trainer(
+        "auto",
+        devices=1,
+        callbacks=[RankZeroCheckpoint(every_n_epochs=2), callback],
+        plugins=plugins,
+        enable_checkpointing=True,
+        max_epochs=1,
+    )
+    trainer.fit(training.Net())
+    io = trainer.strategy.checkpoint_io
+    assert io in plugins or type(io) is RankZeroCheckpointIO
+    assert torch.load(callback.best_model_path)["epoch"] == 0
+    replaced = {"save_checkpoint", "remove_checkpoint", "load_checkpoint", "teardown"}
+    assert not replaced & {*vars(trainer.strategy), *vars(io)}
+
+
+@pytest.mark.lowest
+def test_the_callbacks_state_is_that_of_model_checkpoint() -> None:
+    """A run that one of the callbacks started can be resumed with the other."""
+    options = {"monitor": "loss", "save_top_k": 2}
+    assert RankZeroCheckpoint(**options).state_key == ModelCheckpoint(**options).state_key
+
+
+# Failed saves.
 
 
 def add_ballast(trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
@@ -39,7 +217,7 @@ def fit_on_full_disk(
     io = checkpointing.make_io(is_background=is_background)
     trainer = checkpointing.trainer_for(kind, directory, io, [saving], max_epochs=epochs)
     with pytest.raises(CheckpointSaveError) as caught:
-        trainer.fit(Net())
+        trainer.fit(training.Net())
     return str(caught.value), trainer.current_epoch
 
 
@@ -82,7 +260,7 @@ def saved_after_a_failure(kind: training.Kind, directory: Path) -> str:
     trainer = checkpointing.trainer_for(
         kind, directory, checkpointing.make_io(is_background=True), max_epochs=1
     )
-    trainer.fit(Net())
+    trainer.fit(training.Net())
     with pytest.raises(CheckpointSaveError) as caught:
         trainer.save_checkpoint("/dev/null/it.ckpt")
     trainer.save_checkpoint(directory / "it.ckpt")
@@ -113,7 +291,7 @@ def raises_in_training(
         [training.At("on_train_batch_start", fail_on_rank_1, earlier=2), callback],
     )
     with pytest.raises((ValueError, DDPExtError)) as caught:
-        trainer.fit(Net())
+        trainer.fit(training.Net())
     return f"{caught.type.__name__}: {caught.value}"
 
 
@@ -154,7 +332,7 @@ def fails_over_nccl(kind: training.Kind, directory: Path) -> list[str]:
     )
     trainer = training.make_trainer(strategy, callbacks=callbacks, enable_checkpointing=True)
     with pytest.raises((ValueError, DDPExtError)) as fitting:
-        trainer.fit(Net())
+        trainer.fit(training.Net())
     with pytest.raises(CheckpointSaveError) as saving:
         trainer.save_checkpoint(earlier)
     return [f"{fitting.type.__name__}: {fitting.value}", str(saving.value)]
@@ -190,31 +368,36 @@ def add_waits(trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
     checkpoint["waits"] = Waits()
 
 
-def save_slowly(rank: int, world_size: int, directory: Path, save_deadline: float) -> None:
-    save = training.At(
-        "on_train_epoch_end", lambda trainer: trainer.save_checkpoint(directory / "it.ckpt")
-    )
+def kill_rank_1_during_save(
+    directory: Path, *, is_released: bool, save_deadline: float
+) -> ranks.Outcome:
+    """Kill rank 1 while rank 0 saves, which it does until it is released; return the end of
+    rank 0.
+    """
+    save = partial(L.Trainer.save_checkpoint, filepath=directory / "it.ckpt")
+    callbacks = [
+        LambdaCallback(on_save_checkpoint=add_waits),
+        training.At("on_train_epoch_end", save),
+    ]
     strategy = {"save_deadline": save_deadline, "stop_checkpoint": None}
-    slow = LambdaCallback(on_save_checkpoint=add_waits)
-    training.fit("ours", directory, Net(), slow, save, strategy=strategy, max_epochs=1)
-
-
-def kill_rank_1_during_save(processes: ranks.RankProcesses) -> None:
-    """Kill rank 1 while rank 0 saves, which it does until it is released."""
-    processes.wait_for("saving", rank=0)
-    processes.kill(1)
-    processes.wait_for_output(
-        "This rank will finish writing its checkpoint before it exits", rank=0
-    )
+    with training.start_fit(
+        2, directory, training.Net(), *callbacks, strategy=strategy
+    ) as processes:
+        processes.wait_for("saving", rank=0)
+        processes.kill(1)
+        processes.wait_for_output(
+            "This rank will finish writing its checkpoint before it exits", rank=0
+        )
+        if is_released:
+            processes.release(0)
+        outcome, _ = processes.wait()
+    assert outcome.exit_code != 0
+    return outcome
 
 
 def test_a_save_is_finished_when_another_rank_dies(tmp_path: Path) -> None:
     """Rank 0 finishes its save, which needs no other rank, and then exits."""
-    with ranks.RankProcesses(save_slowly, 2, tmp_path, save_deadline=60) as processes:
-        kill_rank_1_during_save(processes)
-        processes.release(0)
-        outcome, _ = processes.wait()
-    assert outcome.exit_code != 0
+    outcome = kill_rank_1_during_save(tmp_path, is_released=True, save_deadline=60)
     assert "rank 1" in outcome.failure.message
     assert torch.load(tmp_path / "it.ckpt", weights_only=False)["global_step"] == 4
     assert not list(tmp_path.glob(".ddpx-*.partial"))
@@ -222,10 +405,7 @@ def test_a_save_is_finished_when_another_rank_dies(tmp_path: Path) -> None:
 
 def test_a_save_that_takes_too_long_when_another_rank_dies_is_given_up(tmp_path: Path) -> None:
     """Rank 0 exits after ``save_deadline`` seconds, and there is no checkpoint."""
-    with ranks.RankProcesses(save_slowly, 2, tmp_path, save_deadline=1) as processes:
-        kill_rank_1_during_save(processes)
-        outcome, _ = processes.wait()
-    assert outcome.exit_code != 0
+    kill_rank_1_during_save(tmp_path, is_released=False, save_deadline=1)
     assert not (tmp_path / "it.ckpt").exists()
 
 

@@ -217,7 +217,6 @@ def test_an_epoch_that_cannot_continue_starts_again(name: str, tmp_path: Path) -
     change = CHANGES[name]
     path, _ = run_ranks(save_at, 2, tmp_path, change.before, LATER, **change.options)
     place = tmp_path / "resumed"
-    place.mkdir()
     options = {"env": by_hand_env(change.ranks), **change.options}
     by_rank = run_ranks(resume_beside_whole, change.ranks, place, change.after, path, **options)
     warned = [warning for _, resumed in by_rank for warning in resumed.warned]
@@ -286,7 +285,6 @@ def test_each_rank_checks_a_place_that_one_rank_saved_alone(
     """
     launch_ranks(train_to_kill, 2, tmp_path, before)
     place = tmp_path / "resumed"
-    place.mkdir()
     path = str(tmp_path / "alone.ckpt")
     first, second = run_ranks(resume_from, 2, place, after, path, max_epochs=1, **UNDIVIDED)
     assert [step.batch for step in first.run.steps] == [0, 1, 2, 3]

@@ -21,10 +21,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import callbacks
 from lightning.pytorch.core import hooks
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from tests.harness import sweeps
 from tests.harness.ranks import run_ranks
-from tests.harness.training import Net, make_strategy, make_trainer
+from tests.harness.training import Net, make_strategy, make_trainer, signalled
 from tests.integration import continuing
 
 
@@ -85,12 +87,11 @@ LEFT_OUT = (
     "state_dict",
     "configure_sharded",
 )
-OF_EVALUATIONS = ("test", "predict")  # parts of the names of hooks that fit does not call
 
 
 def names_of_hooks(owner: type) -> set[str]:
     names = {name for name, _ in inspect.getmembers(owner, inspect.isfunction)}
-    of_fit = {name for name in names if not any(part in name for part in OF_EVALUATIONS)}
+    of_fit = {name for name in names if "test" not in name and "predict" not in name}
     return {name for name in of_fit if not name.startswith(LEFT_OUT)}
 
 
@@ -162,10 +163,21 @@ DAILY = [
 ]
 
 
-class Stoppable(continuing.LongValidated):
-    """Has a shorter validation."""
+class Stoppable(continuing.Net):
+    """Can be stopped in the middle of a validation.
 
-    samples = 10
+    Its ranks stay in step, or one might finish it before the stop.
+    """
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(continuing.Numbers(10), batch_size=1)
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        dist.all_reduce(torch.zeros(1))
+        self.log("result", self.layers(batch).sum(), sync_dist=True)
+
+    def on_validation_end(self) -> None:
+        self.happens("result", float(self.trainer.callback_metrics["result"]))
 
     def happens(self, what: str, *results: float) -> None:
         """Record an event, but none of the sanity check, which a resumed run repeats."""
@@ -322,7 +334,7 @@ def stop_evaluations(rank: int, world_size: int, directory: Path) -> list[Any]:
     """Send SIGTERM to rank 1 in each evaluation; return their exit statuses."""
     statuses = []
     for function, hook in EVALUATIONS.items():
-        stop = continuing.signalled(hook, ranks=[1])
+        stop = signalled(hook, ranks=[1])
         strategy = make_strategy("ours", directory)
         trainer = make_trainer(strategy, callbacks=[stop], default_root_dir=directory / "run")
         with pytest.raises(SystemExit) as end:

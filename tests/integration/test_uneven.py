@@ -19,11 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import SamplingError, ScalableDistributedSampler
-from lightning_ddp_ext.errors import ConfigurationError
 from tests.harness.ranks import run_ranks
-from tests.harness.training import Net, make_strategy, make_trainer, warnings_with
+from tests.harness.training import Net, fit_on, warnings_with
 from tests.integration import continuing
-from tests.integration.continuing import Numbers, Run, Training, generations
 
 Lengths = list[int]  # of a rank's data, by epoch
 STOP = {"uneven_inputs": "stop_at_shortest"}
@@ -54,7 +52,7 @@ def stream(rank: int, lengths: Lengths) -> Any:
 
 
 def indexed(rank: int, lengths: Lengths) -> Any:
-    return DataLoader(Numbers(*lengths), batch_size=1)
+    return DataLoader(continuing.Numbers(*lengths), batch_size=1)
 
 
 def stateful(rank: int, lengths: Lengths) -> Any:
@@ -77,17 +75,17 @@ class Case:
     loaders: Loaders = stream
     options: dict[str, Any] = field(default_factory=dict)
 
-    def training(self, rank: int, directory: Path) -> Training:
+    def training(self, rank: int, directory: Path) -> continuing.Training:
         """Return a training whose ranks stop at the shortest."""
         loaders = partial(self.loaders, rank, self.lengths[rank])
-        return Training(loaders, directory, options=self.all_options(), strategy=STOP)
+        return continuing.Training(loaders, directory, options=self.all_options(), strategy=STOP)
 
-    def training_on_cut_data(self, rank: int, directory: Path) -> Training:
+    def training_on_cut_data(self, rank: int, directory: Path) -> continuing.Training:
         """Return a training on data that are cut to equal lengths on all ranks."""
         options = self.all_options()
         limit = options.pop("limit_train_batches", math.inf)
         lengths = [min(*of_ranks, limit) for of_ranks in zip(*self.lengths, strict=True)]
-        return Training(partial(self.loaders, rank, lengths), directory, options=options)
+        return continuing.Training(partial(self.loaders, rank, lengths), directory, options=options)
 
     def all_options(self) -> dict[str, Any]:
         return {
@@ -113,7 +111,7 @@ CASES = {
 }
 
 
-def run_cases(rank: int, world_size: int, directory: Path) -> dict[str, dict[str, Run]]:
+def run_cases(rank: int, world_size: int, directory: Path) -> dict[str, dict[str, continuing.Run]]:
     """Return the runs on uneven data, and on data that are cut to equal lengths."""
     return {
         name: {
@@ -144,7 +142,7 @@ def resume(rank: int, world_size: int, directory: Path, loaders: Loaders) -> dic
     """Return how resumed runs differ from a run without a stop."""
     options = {"accumulate_grad_batches": 2, "limit_val_batches": 0}
     training = Case([[4, 2], [3, 3]], loaders, options).training(rank, directory)
-    return generations(training, ["train_batch_end-1", "train_batch_end-4"])
+    return continuing.generations(training, ["train_batch_end-1", "train_batch_end-4"])
 
 
 @pytest.mark.lowest
@@ -171,21 +169,25 @@ class Sized(continuing.Stream):
 
 
 def other_lengths(rank: int) -> DataLoader[Any]:
-    return DataLoader(Numbers(3 if rank == 0 else 4))
+    return DataLoader(continuing.Numbers(3 if rank == 0 else 4))
 
 
 def no_length_on_rank_zero(rank: int) -> DataLoader[Any]:
-    return DataLoader(continuing.Stream(3, rank) if rank == 0 else Numbers(3))
+    return DataLoader(continuing.Stream(3, rank) if rank == 0 else continuing.Numbers(3))
 
 
 def part_of_ten(rank: int) -> DataLoader[Any]:
     """Return a loader of this rank's own part, which the strategy divides once more."""
-    return DataLoader(Subset(Numbers(10), range(10)[rank::3]))
+    return DataLoader(Subset(continuing.Numbers(10), range(10)[rank::3]))
 
 
 def sampler_on_rank_one(rank: int) -> DataLoader[Any]:
     sampler = ScalableDistributedSampler(range(8))
-    return DataLoader(Numbers(8), sampler=sampler) if rank == 1 else DataLoader(Sized(4, rank))
+    return (
+        DataLoader(continuing.Numbers(8), sampler=sampler)
+        if rank == 1
+        else DataLoader(Sized(4, rank))
+    )
 
 
 def train(
@@ -193,7 +195,9 @@ def train(
 ) -> int:
     """Train, and return the number of steps."""
     options = {"max_epochs": 2, "use_distributed_sampler": False, **options}
-    return len(Training(lambda: loader, directory, strategy=strategy or {}).run(**options).steps)
+    return len(
+        continuing.Training(lambda: loader, directory, strategy=strategy or {}).run(**options).steps
+    )
 
 
 class Difference(NamedTuple):
@@ -292,22 +296,16 @@ class Counting(Net):
         return []
 
 
-def count_too_early(rank: int, world_size: int, directory: Path) -> str:
-    trainer = make_trainer(make_strategy("ours", directory, **STOP))
-    with pytest.raises(ConfigurationError) as caught:
-        trainer.fit(Counting())
-    return str(caught.value)
-
-
 def test_lengths_that_the_ranks_cannot_compare_yet_are_refused(tmp_path: Path) -> None:
     """The error names a hook that runs after the ranks have connected.
 
     `configure_callbacks` runs before.
     """
-    for error in run_ranks(count_too_early, 2, tmp_path):
+    for outcome in fit_on(2, tmp_path, Counting(), strategy=STOP):
+        assert outcome.failure.type_name == "ConfigurationError", outcome.story()
         assert (
             "configure_callbacks runs before they connect; read estimated_stepping_batches in setup"
-            in error
+            in outcome.failure.message
         )
 
 
@@ -317,7 +315,7 @@ def train_and_catch(rank: int, world_size: int, directory: Path) -> dict[str, li
         "the same stream": DataLoader(continuing.Stream(2, rank=0)),
         "a stream of each rank": DataLoader(continuing.Stream(2, rank)),
         "the same tensor": torch.ones(2, 1, 1),
-        "samples by index": DataLoader(Numbers(2)),
+        "samples by index": DataLoader(continuing.Numbers(2)),
     }
     warned = {}
     for name, loader in loaders.items():

@@ -1,24 +1,28 @@
 """Training with each launcher and init method, on one node and on two, equals stock.
 
-Processes of the harness run the ``script``, or the launcher that starts it: they have
-imported torch and Lightning already.
+This module is also the script that trains. Processes of the harness run it, or the launcher
+that starts it: they have imported torch and Lightning already.
 """
 
 import json
+import os
 import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+import psutil
 import pytest
 import torch.distributed as dist
 import torch.distributed.run
 
-from tests.harness.environment import by_mpirun, by_srun, loopback
-from tests.harness.network import Network
+from lightning_ddp_ext import DDPExtStrategy
+from lightning_ddp_ext.rendezvous.process_context import leave
+from tests.harness.environment import Network, by_mpirun, by_srun
 from tests.harness.ranks import (
     Environment,
     by_hand_env,
@@ -26,11 +30,80 @@ from tests.harness.ranks import (
     launch_ranks,
     output_of_all,
 )
-from tests.harness.training import Kind, make_strategy, on_ranks
-from tests.launchers import script
+from tests.harness.scripts import print_line
+from tests.harness.training import (
+    At,
+    Kind,
+    Net,
+    die,
+    fingerprint,
+    make_strategy,
+    make_trainer,
+    on_ranks,
+)
 
 METHODS = ("env", "tcp", "file")
-ROOT = str(Path(__file__).parents[2])
+
+
+# The script. Its only argument has the options of ``main`` as JSON. It prints reports as
+# lines of JSON: with the "place" on each rank at the end of training, and with the "results"
+# in each process after the calls of the Trainer.
+
+
+def main(
+    urls: Sequence[str | None],
+    calls: Sequence[str] = ("fit",),
+    death: dict[str, int] | None = None,
+    strategy: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Train once for each URL; the ranks disconnect before each training.
+
+    Args:
+        urls: the init methods; ``None`` for no choice.
+        calls: the methods of each Trainer that are called; the first one is ``fit``.
+        death: the "rank" that is killed in the second step, the number of torchrun's
+            "restart", and the index of the "run" among the trainings; by default none.
+        strategy: further options of the strategy.
+        options: the Trainer's options.
+    """
+    for run, url in enumerate(urls):
+        leave()
+        kill = At("on_train_batch_start", partial(die_as_chosen, death, run), earlier=1)
+        tell = At("on_train_end", partial(report_rank, run))
+        chosen = {**(strategy or {}), **({} if url is None else {"init_method": url})}
+        ours = DDPExtStrategy(**chosen) if chosen else "ddp_ext"
+        weights, results = learn(ours, calls, callbacks=[kill, tell], **options)
+        print_line(json.dumps({"run": run, "weights": weights, "results": results}))
+
+
+def learn(strategy: Any, calls: Sequence[str], **options: Any) -> tuple[str, list[Any]]:
+    """Call a Trainer's methods, of which the first is ``fit``.
+
+    Return the fingerprint of the weights, and the results of the methods after ``fit``.
+    """
+    L.seed_everything(5)
+    model = Net()
+    trainer = make_trainer(strategy, **options)
+    _, *results = [getattr(trainer, name)(model) for name in calls]
+    return fingerprint(model), results
+
+
+def die_as_chosen(death: dict[str, int] | None, run: int, trainer: L.Trainer) -> None:
+    """Kill this process if ``death`` names its rank, restart and run."""
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if death == {"rank": trainer.global_rank, "restart": restart, "run": run}:
+        die()
+
+
+def report_rank(run: int, trainer: L.Trainer) -> None:
+    """Report this rank's place and weights."""
+    place = trainer.global_rank, trainer.world_size, trainer.local_rank, trainer.node_rank
+    weights = fingerprint(trainer.lightning_module)
+    print_line(json.dumps({"run": run, "place": place, "weights": weights}))
+
+
+# What starts it.
 
 
 class Runs:
@@ -74,7 +147,7 @@ class Runs:
 
         Args:
             output: the output of all processes.
-            returns: the number of "returned" reports of all runs together; by default
+            returns: the number of reports with results of all runs together; by default
                 one of each rank in each run.
             connections: how often the ranks connected, by run; by default once.
             results: what the Trainer's calls after ``fit`` returned in each process.
@@ -83,7 +156,7 @@ class Runs:
         returns = self._ranks * runs if returns is None else returns
         connections = [1] * runs if connections is None else connections
         reports = [json.loads(line) for line in re.findall(r"^{.*}$", output, re.MULTILINE)]
-        returned = [report for report in reports if report["what"] == "returned"]
+        returned = [report for report in reports if "results" in report]
         weights, _ = learned_with_stock(self._ranks)
         assert len(returned) == returns, output
         assert {report["weights"] for report in reports} == {weights}
@@ -112,20 +185,18 @@ def learned_with_stock(world_size: int) -> tuple[str, list[Any]]:
 
 def learn_as(kind: Kind, directory: Path) -> tuple[str, list[Any]]:
     strategy = make_strategy(kind, directory)
-    return script.learn(strategy, ("fit", "test"), devices=dist.get_world_size())
+    return learn(strategy, ("fit", "test"), devices=dist.get_world_size())
 
 
 def run_train(argument: str, env: Environment, processes: int = 2, **options: Any) -> str:
     """Run the script in several processes, which must succeed; return their output."""
-    return output_of_all(
-        launch_ranks(be_train, processes, argument, env=env | {"PYTHONPATH": ROOT}, **options)
-    )
+    return output_of_all(launch_ranks(be_train, processes, argument, env=env, **options))
 
 
 def be_train(rank: int, world_size: int, argument: str) -> None:
     """Run the training script in this process."""
-    sys.argv = [script.__file__, argument]  # a rank that starts others starts them with it
-    script.main(**json.loads(argument))
+    sys.argv = [__file__, argument]  # a rank that starts others starts them with it
+    main(**json.loads(argument))
 
 
 def be_torchrun(rank: int, world_size: int, words: Sequence[str]) -> None:
@@ -156,7 +227,8 @@ def test_mpirun(tmp_path: Path) -> None:
     """A process of Open MPI's mpirun is a rank, also where mpi4py is not installed;
     rank 0 may have an IPv6 address.
     """
-    host = loopback()[-1]
+    of_this_host = [each.address for each in psutil.net_if_addrs()["lo"]]
+    host = "::1" if "::1" in of_this_host else "127.0.0.1"
     address = f"[{host}]" if ":" in host else host
     runs = Runs(tmp_path, "tcp", "file", tcp=f"tcp://{address}:{free_port(host)}")
     runs.expect_trained(run_train(runs.argument(), by_mpirun()))
@@ -197,9 +269,9 @@ def test_torchrun(tmp_path: Path) -> None:
     """
     runs = Runs(tmp_path, "env", "tcp", "file")
     death = {"rank": 0, "restart": 0, "run": 1}
-    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", script.__file__]
+    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", __file__]
     words.append(runs.argument(death=death))
-    env: Environment = {"PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": None}
+    env: Environment = {"GLOO_SOCKET_IFNAME": None}
     output = output_of_all(launch_ranks(be_torchrun, 1, words, env=env))
     # Both ranks return from the first run, and after the restart from all three.
     runs.expect_trained(output, returns=2 * (1 + 3), connections=[2, 2, 1])
@@ -218,10 +290,7 @@ def nodes(two_hosts: Network) -> Network:
     By default, gloo would use that address, which the other host cannot reach.
     """
     for host in two_hosts:
-        text = host.hosts_file.read_text()
-        host.hosts_file.write_text(
-            text.replace(f"{host.address} {host.name}", f"127.0.1.1 {host.name}")
-        )
+        host.name_as_loopback()
         if host.address6:
             host.ip("addr del ::1/128 dev lo")
     return two_hosts
@@ -257,3 +326,7 @@ def test_a_script_on_each_node(nodes: Network, shared_dir: Path) -> None:
     env: Environment = {"NODE_RANK": str, "GLOO_SOCKET_IFNAME": None}
     output = run_train(runs.argument(), env, namespaces=list(nodes))
     runs.expect_trained(output)
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

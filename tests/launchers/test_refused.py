@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ddp_ext import DDPExtStrategy
-from lightning_ddp_ext.errors import DDPExtError
+from lightning_ddp_ext import DDPExtError, DDPExtStrategy
 from tests.harness.environment import by_mpirun, by_srun, environment_of
 from tests.harness.ranks import Environment, by_hand_env
 from tests.harness.training import Net, make_trainer
@@ -81,22 +80,32 @@ def test_an_address_that_no_rank_can_use_is_refused(
     )
 
 
-JOB_OF_TWO = {
+BATCH_SCRIPT_OF_ONE_TASK = {
     "SLURM_JOB_ID": "77",
-    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS": "1",
     "SLURM_NTASKS_PER_NODE": "2",
     "SLURM_NNODES": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
 }
-BATCH_SCRIPT = {**JOB_OF_TWO, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 
 
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
         pytest.param(
-            BATCH_SCRIPT | {"SLURM_NTASKS": "1"},
+            BATCH_SCRIPT_OF_ONE_TASK,
             r"devices \* num_nodes must equal world_size \(.+, from SLURM\); .+",
             id="with one task for two devices",
+        ),
+        *(
+            pytest.param(
+                by_hand_env(ranks, port=29500),
+                r"devices \* num_nodes must equal world_size \(got devices=2 .*, from RANK, .+",
+                id=f"{ranks} ranks by hand for two devices",
+            )
+            for ranks in (1, 3)
         ),
         pytest.param(
             {**by_srun(), "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NAME": "bash"},
@@ -106,7 +115,7 @@ BATCH_SCRIPT = {**JOB_OF_TWO, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_
         ),
     ],
 )
-def test_a_script_that_slurm_does_not_make_a_rank_of_two_is_refused(
+def test_a_process_that_is_not_a_rank_of_two_is_refused(
     env: Environment, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks would wait for each other, or each task would train alone."""

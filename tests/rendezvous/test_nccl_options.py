@@ -8,8 +8,7 @@ import lightning as L
 import pytest
 import torch.distributed as dist
 
-from lightning_ddp_ext import NCCLOptions
-from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext import ConfigurationError, NCCLOptions
 from lightning_ddp_ext.rendezvous.nccl_options import variables_of
 from lightning_ddp_ext.rendezvous.process_context import leave
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks

@@ -1,8 +1,12 @@
-"""A broken group's connections are aborted, and no others of the process."""
+"""A broken group's connections are aborted, and no others of the process; the control
+channel sends without waiting.
+"""
 
 import fcntl
+import json
 import os
 import socket
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,9 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from lightning_ddp_ext.rendezvous import opened_sockets
+from lightning_ddp_ext.rendezvous.channel import (
+    Channel,
+)
+from lightning_ddp_ext.rendezvous.endpoint import listen
 from lightning_ddp_ext.rendezvous.opened_sockets import OpenedSockets
-
-pytestmark = pytest.mark.unit
 
 
 def test_only_torchs_connections_are_aborted() -> None:
@@ -55,3 +61,25 @@ def test_a_file_that_has_reused_a_descriptor_keeps_no_lock(
     os.close(connection)
     with path.open() as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+# The control channel.
+
+
+LONG_TEXT = "x" * (1 << 19)
+MESSAGES = 12  # 6 MiB, beyond a socket's buffer
+
+
+def test_sending_never_waits_for_a_rank_that_does_not_read() -> None:
+    """Messages that the kernel does not accept are sent later, in order."""
+    with listen("127.0.0.1", 0) as listener:
+        rank_one = socket.create_connection(listener.getsockname()[:2])
+        accepted = listener.accept()[0]
+    rank_one.settimeout(10.0)
+    with rank_one, closing(Channel(heartbeat=30.0)) as rank_zero:
+        rank_zero.connect(1, accepted)
+        for number in range(MESSAGES):
+            rank_zero.send("a", {"text": LONG_TEXT, "number": number})
+        with rank_one.makefile("rb") as lines:
+            numbers = [json.loads(lines.readline())[1]["number"] for _ in range(MESSAGES)]
+        assert numbers == list(range(MESSAGES))

@@ -18,7 +18,7 @@ from lightning_ddp_ext.errors import RankDiedError, RendezvousError
 from lightning_ddp_ext.rendezvous.init_method import File, Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Timeouts
-from tests.harness.network import Network
+from tests.harness.environment import Network
 from tests.harness.ranks import HOST, free_port, launch_ranks, rank_name
 from tests.harness.training import backend
 from tests.rendezvous.connecting import (

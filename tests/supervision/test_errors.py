@@ -7,7 +7,9 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,19 +18,39 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
 
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
+from lightning_ddp_ext.integration.strategy_ranks import ranks_of
+from lightning_ddp_ext.rendezvous.process_group import ProcessGroups
 from tests.harness.ranks import (
     Outcome,
     RankProcesses,
     announce,
+    error_of,
     hold,
     launch_ranks,
     rank_name,
     run_ranks,
 )
-from tests.harness.training import At, Batch, Net, assert_same, fit, make_strategy, weights
-from tests.supervision import model
+from tests.harness.training import (
+    At,
+    Batch,
+    BoomError,
+    Net,
+    assert_same,
+    boom,
+    change_timeouts,
+    die,
+    fit,
+    fit_on,
+    in_step,
+    interrupt,
+    make_strategy,
+    make_trainer,
+    start_fit,
+    wait_for_another_ranks_end,
+    wait_for_ever,
+    weights,
+)
 
-BOOM = "BoomError: no such layer"
 STEPS_OF_EPOCH = 4  # of ``Net``, on two ranks
 STUCK = (
     r"process raised an exception and has not exited within 0\.3 s \(save_deadline\), so rank \d"
@@ -38,29 +60,31 @@ STUCK = (
 
 def assert_names_culprit(survivor: Outcome, culprit: int, pid: int) -> None:
     """Assert that the rank's error names the culprit, with the culprit's traceback."""
-    error = model.error_of(survivor, RankFailedError, culprit, pid)
-    assert str(error) == f"{rank_name(culprit, pid)} failed, so this rank stops: {BOOM}"
+    error = error_of(survivor, RankFailedError, culprit, pid)
+    assert (
+        str(error)
+        == f"{rank_name(culprit, pid)} failed, so this rank stops: BoomError: no such layer"
+    )
     assert "in boom\n" in error.traceback_text
     assert error.traceback_text in str(error.__cause__)
 
 
 def catch_and_stay(rank: int, world_size: int, directory: Path, fault: At) -> None:
     """Train; a rank that fails saves, and continues to run."""
-    strategy = make_strategy("ours", directory)
     saver = OnExceptionCheckpoint(directory)
-    trainer = model.make_trainer(world_size, strategy, fault, saver, enable_checkpointing=True)
+    options = {"enable_checkpointing": True, "num_sanity_val_steps": 0}
     try:
-        trainer.fit(Net())
-    except model.BoomError:
+        fit("ours", directory, Net(), fault, saver, **options)
+    except BoomError:
         hold("caught")
 
 
 @pytest.mark.parametrize(
     ("fault", "culprit", "steps"),
     [
-        pytest.param(At("setup", model.boom, ranks=[0]), 0, 0, id="before training"),
+        pytest.param(At("setup", boom, ranks=[0]), 0, 0, id="before training"),
         pytest.param(
-            At("on_validation_batch_start", model.boom, ranks=[1]),
+            At("on_validation_batch_start", boom, ranks=[1]),
             1,
             STEPS_OF_EPOCH,
             id="in the validation after an epoch",
@@ -85,34 +109,40 @@ def test_others_raise_while_the_failed_rank_continues(
     assert saved["global_step"] == steps
 
 
+def fit_with_little_time(rank: int, world_size: int, directory: Path, *faults: At) -> None:
+    """Train; the main thread has 0.3 s after another rank's end."""
+    strategy = make_strategy("ours", directory, save_deadline=1)
+    events = ("died", "failed", "absent", "hung")
+    change_timeouts(strategy, grace=dict.fromkeys(events, 0.3))
+    make_trainer(strategy, callbacks=[*faults], max_epochs=1).fit(Net())
+
+
 @pytest.mark.parametrize(
     ("end", "sentence"),
     [
-        (model.boom, "RankFailedError: {} failed, so this rank stops: BoomError: no such layer"),
-        (model.die, "RankDiedError: {} died: its process ended unexpectedly; every rank stops."),
+        (boom, "RankFailedError: {} failed, so this rank stops: BoomError: no such layer"),
+        (die, "RankDiedError: {} died: its process ended unexpectedly; every rank stops."),
     ],
 )
 def test_a_rank_that_nothing_can_wake_exits(
     end: Callable[..., None], sentence: str, tmp_path: Path
 ) -> None:
     """A process whose main thread blocks for ever exits and prints the reason."""
-    faults = model.in_step(end, 0), model.in_step(model.wait_for_ever, 1)
-    culprit, ended = launch_ranks(model.fit, 2, tmp_path, *faults, grace=0.3, save_deadline=1)
+    faults = in_step(end, 0), in_step(wait_for_ever, 1)
+    culprit, ended = launch_ranks(fit_with_little_time, 2, tmp_path, *faults)
     assert f"[rank 1] {sentence.format(rank_name(0, culprit.pid))}" in ended.output
     assert ended.exit_code == 1
 
 
 def leave_a_thread(*_: object) -> None:
-    threading.Thread(target=model.wait_for_ever).start()
-    model.boom()
+    threading.Thread(target=wait_for_ever).start()
+    boom()
 
 
 @pytest.mark.parametrize(
     ("faults", "stuck"),
     [
-        pytest.param(
-            [At("on_exception", model.wait_for_ever)], [0, 1], id="in a hook of both ranks"
-        ),
+        pytest.param([At("on_exception", wait_for_ever)], [0, 1], id="in a hook of both ranks"),
         pytest.param([], [0], id="at the end, in a thread of rank 0"),
     ],
 )
@@ -123,9 +153,8 @@ def test_a_rank_that_raised_exits_within_the_save_deadline(
 
     The message has the line where they do.
     """
-    outcomes = launch_ranks(
-        model.fit, 2, tmp_path, model.in_step(leave_a_thread, 0), *faults, save_deadline=0.3
-    )
+    faults = [in_step(leave_a_thread, 0), *faults]
+    outcomes = fit_on(2, tmp_path, Net(), *faults, strategy={"save_deadline": 0.3})
     for outcome in outcomes:
         assert outcome.exit_code == 1, outcome.story()
     for rank in stuck:
@@ -150,14 +179,14 @@ def raise_unprintable(*_: object) -> None:
 
 
 def raise_megabytes(*_: object) -> None:
-    raise model.BoomError("no such layer" + 4_000_000 * "!")
+    raise BoomError("no such layer" + 4_000_000 * "!")
 
 
 def fit_twice(rank: int, world_size: int, directory: Path) -> None:
-    trainer = model.make_trainer(world_size, make_strategy("ours", directory))
+    trainer = make_trainer(make_strategy("ours", directory), max_epochs=1)
     trainer.fit(Net())
     if rank == 0:
-        model.boom()
+        boom()
     trainer.fit_loop.max_epochs = 2
     trainer.fit(Net())
 
@@ -179,12 +208,12 @@ def wait_for_forced_exit() -> None:
 
 def fit_work_and_fit(rank: int, world_size: int, directory: Path) -> None:
     """Train, work until another rank has died, and train again."""
-    model.fit(rank, world_size, directory, grace=0.3)
+    fit_with_little_time(rank, world_size, directory)
     hold("after fit")
-    model.wait_for_another_ranks_end()
+    wait_for_another_ranks_end()
     wait_for_forced_exit()
     announce("still there")
-    model.fit(rank, world_size, directory)
+    fit("ours", directory, Net())
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -201,7 +230,7 @@ def test_a_death_after_fit_is_raised_by_the_next_fit(culprit: int, tmp_path: Pat
         ranks.wait_for("still there", 1 - culprit)
         outcomes = ranks.wait()
     pid = outcomes[culprit].pid
-    error = model.error_of(outcomes[1 - culprit], RankDiedError, culprit, pid)
+    error = error_of(outcomes[1 - culprit], RankDiedError, culprit, pid)
     assert str(error).startswith(
         f"{rank_name(culprit, pid)} died: its process ended unexpectedly; every rank stops."
     )
@@ -210,8 +239,8 @@ def test_a_death_after_fit_is_raised_by_the_next_fit(culprit: int, tmp_path: Pat
 # What rank 1 or rank 0 raises in one fit after another, and how the other rank names it.
 FAILURES: list[tuple[Callable[..., None], int, str]] = [
     (exit_with_text, 1, "SystemExit: the config is empty"),
-    (model.boom, 0, "BoomError: no such layer"),
-    (model.interrupt, 1, "KeyboardInterrupt"),
+    (boom, 0, "BoomError: no such layer"),
+    (interrupt, 1, "KeyboardInterrupt"),
     (raise_unprintable, 1, "Unprintable: <its __str__ fails>"),
     (raise_megabytes, 1, "BoomError: no such layer!!!"),
 ]
@@ -224,14 +253,14 @@ def fit_again(rank: int, world_size: int, directory: Path) -> dict[str, Tensor]:
     for action, culprit, reason in FAILURES:
         expected = BaseException if rank == culprit else RankFailedError
         with pytest.raises(expected) as caught:
-            model.fit(rank, world_size, directory, model.in_step(action, culprit))
+            fit("ours", directory, Net(), in_step(action, culprit))
         if rank != culprit:
             message = str(caught.value)
             assert f"rank {culprit} (host " in message
             assert f"failed, so this rank stops: {reason}" in message
             assert len(message) < 10_000
     net = Net()
-    model.fit(rank, world_size, directory, net=net)
+    fit("ours", directory, net)
     return weights(net)
 
 
@@ -245,13 +274,13 @@ def test_processes_that_have_caught_a_failure_train_again(tmp_path: Path) -> Non
 
 def hook_after_reconnecting(rank: int, world_size: int, directory: Path) -> bool:
     """Set a hook between two runs for which the ranks connect; whether it is still set."""
-    model.fit(rank, world_size, directory)
+    fit("ours", directory, Net())
 
     def hook(*_: object) -> None: ...
 
     sys.excepthook = hook
     dist.destroy_process_group()
-    model.fit(rank, world_size, directory)
+    fit("ours", directory, Net())
     return sys.excepthook is hook
 
 
@@ -274,22 +303,18 @@ class FailsInBackward(Net):
         return loss.detach() if index == 1 and self.global_rank == 1 else loss
 
 
-def fail_in_backward(rank: int, world_size: int, directory: Path) -> None:
-    fit("ours", directory, FailsInBackward(), max_epochs=1, limit_val_batches=0)
-
-
 def test_an_error_while_another_rank_works_is_the_ranks_own(tmp_path: Path) -> None:
     """Its rank raises and prints it while another rank is busy for a long time, and that
     rank names the first one.
     """
-    with RankProcesses(fail_in_backward, 2, tmp_path) as ranks:
+    with start_fit(2, tmp_path, FailsInBackward(), limit_val_batches=0) as ranks:
         ranks.wait_for("busy", 0)
         (failed,) = ranks.wait(1)
         ranks.release(0)
         (survivor,) = ranks.wait(0)
     assert failed.failure.message.startswith("element 0 of tensors does not require grad")
     assert failed.failure.message in failed.output
-    model.error_of(survivor, RankFailedError, 1, failed.pid)
+    error_of(survivor, RankFailedError, 1, failed.pid)
 
 
 def use_socket() -> None:
@@ -335,3 +360,80 @@ def test_a_collective_after_fit_names_the_rank_that_exited(tmp_path: Path) -> No
         r" \(\S+/test_errors\.py:\d+\)\n(.*\n)*.*RankFailedError: rank 1",
         failed.output,
     ), failed.story()
+
+
+# With NCCL, an aborted collective returns arbitrary values, and an abort may never return;
+# gloo plays its part.
+
+
+class LikeNCCL:
+    """Makes collectives of this process wait for their abort, and then return zeros, as
+    NCCL's do.
+    """
+
+    def __init__(self, *, abort_returns: bool) -> None:
+        self.abort_returns = abort_returns
+        self.is_aborted = threading.Event()
+
+    def install(self) -> None:
+        ProcessGroups.uses_nccl = property(lambda self: True)
+        dist.distributed_c10d._abort_process_group = self.abort
+        dist.broadcast = partial(self.call, dist.broadcast)
+        dist.all_reduce = partial(self.call, dist.all_reduce)
+
+    def abort(self) -> None:
+        self.is_aborted.set()
+        if not self.abort_returns:
+            threading.Event().wait()
+
+    def call(self, collective: Any, received: torch.Tensor, *args: Any, **options: Any) -> None:
+        try:
+            collective(received, *args, **options)
+        except RuntimeError:
+            self.is_aborted.wait()
+            received.zero_()
+
+
+def exchange(trainer: Any) -> None:
+    """Wait for work of rank 0, which dies in it."""
+    ranks_of(trainer.strategy).on_rank_zero(lambda: hold("working"), "work")
+
+
+def compare(trainer: Any) -> None:
+    """Use a reduced value in a way that fails if it is arbitrary."""
+    if trainer.global_rank == 0:
+        hold("working")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == trainer.world_size
+
+
+def train(
+    rank: int, world_size: int, directory: Path, work: Any, *, abort_returns: bool = True
+) -> None:
+    """Do some work after each step; rank 1 behaves as if it used NCCL."""
+    stand_in = LikeNCCL(abort_returns=abort_returns)
+    install = At("on_fit_start", lambda trainer: stand_in.install(), ranks=[1])
+    fit("ours", directory, Net(), install, At("on_train_batch_end", work))
+
+
+@pytest.mark.parametrize("work", [exchange, compare])
+def test_arbitrary_values_after_a_death_name_the_dead_rank(work: Any, tmp_path: Path) -> None:
+    """A survivor raises the same error as with gloo, in the place of one that follows
+    from arbitrary values.
+    """
+    with RankProcesses(train, 2, tmp_path, work) as ranks:
+        ranks.wait_for("working", 0)
+        ranks.kill(0)
+        died, survivor = ranks.wait()
+    error_of(survivor, RankDiedError, 0, died.pid)
+
+
+def test_an_abort_that_never_returns_does_not_keep_the_process(tmp_path: Path) -> None:
+    """The survivor raises the error, and exits."""
+    with RankProcesses(train, 2, tmp_path, exchange, abort_returns=False) as ranks:
+        ranks.wait_for("working", 0)
+        ranks.kill(0)
+        _, survivor = ranks.wait()
+    assert survivor.exit_code == 1, survivor.story()
+    assert "RankDiedError: rank 0" in survivor.output, survivor.story()

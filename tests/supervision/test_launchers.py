@@ -1,11 +1,12 @@
 """Runs whose ranks a script started end correctly: after a kill during the start, after
-Ctrl-C, and after success.
+Ctrl-C, and after success; and runs whose ranks are forked functions: after a failure, after
+a kill, after a signal.
 
 The script is a process of the harness, which has imported everything; the ranks that it
-starts are run as a user runs them. What is so whichever way functions are started is in
-``test_fork``, where nothing is imported anew; what torchrun makes of a killed rank is
-in ``tests.launchers.test_launchers``; kills of ranks and of launching processes in the
-middle of training are in ``tests.faults``.
+starts are run as a user runs them. What is so whichever way functions are started is tested
+with forked ones, where nothing is imported anew; every test fails if one of its processes is
+left. What torchrun makes of a killed rank is in ``tests.launchers.test_launchers``; kills of
+ranks and of launching processes in the middle of training are in ``tests.faults``.
 """
 
 import contextlib
@@ -15,15 +16,27 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+import lightning_ddp_ext as ddpx
+from lightning_ddp_ext.forced_exit import ForcedExit
 from lightning_ddp_ext.supervision.started_ranks import ChildScripts
 from tests.harness.environment import MARK, marked, name_of, wait_until_exited
-from tests.harness.ranks import Environment, RankProcesses, free_port, rank_name
+from tests.harness.ranks import (
+    Environment,
+    RankProcesses,
+    announce,
+    free_port,
+    launch_ranks,
+    rank_name,
+)
 from tests.harness.scripts import be_the_script, run_script
+from tests.harness.training import At, Net, boom, die, in_step, make_trainer, wait_for_ever
 
 # Prints that a rank begins before anything is imported. Rank 1 then ``stays`` there;
 # or, after the training, it ``lingers``, ``raises`` or ``dies``: the second argument.
@@ -54,21 +67,21 @@ if started is not None:
     if started == 1 and "stays" in sys.argv:
         threading.Event().wait()
 
-from tests.harness.training import Net
-from tests.supervision import model
+import lightning_ddp_ext
+from tests.harness import training
 
 AFTER_FIT = {
-    "lingers": model.wait_for_another_ranks_end,
-    "raises": model.boom,
-    "dies": model.die,
+    "lingers": training.wait_for_another_ranks_end,
+    "raises": training.boom,
+    "dies": training.die,
 }
 
 
 def main(strategy, end):
-    trainer = model.make_trainer(2, strategy, limit_val_batches=0)
+    trainer = training.make_trainer(strategy, max_epochs=1, limit_val_batches=0)
     if end in AFTER_FIT:
         atexit.register(print, "exit handlers ran")  # buffered, and registered before ours
-    trainer.fit(Net())
+    trainer.fit(training.Net())
     if trainer.global_rank == 1 and end in AFTER_FIT:
         AFTER_FIT[end]()
     print_line(f"rank {trainer.global_rank} is at the end")
@@ -93,7 +106,7 @@ def training_script(
     Rank 1 ``stays`` at its start or ``lingers`` after training, as ``rank_one`` says.
     """
     mark = f"{os.environ[MARK]}/script"
-    env = {**(env or {}), "PYTHONPATH": str(Path(__file__).parents[2]), MARK: mark}
+    env = {**(env or {}), MARK: mark}
     with tempfile.TemporaryDirectory() as cwd:
         path = Path(cwd, "script.py")
         path.write_text(SCRIPT)
@@ -162,14 +175,11 @@ def test_the_launching_rank_waits_for_those_that_still_work(tmp_path: Path) -> N
 )
 def test_a_script_reports_a_rank_that_failed_after_fit(end: str, verdict: str) -> None:
     """It started this rank, and exits with its own status."""
-    done = run_script(SCRIPT, "ddp_ext", end)
-    assert done.exit_code == 0, done.output
+    output = run_script(SCRIPT, "ddp_ext", end)
     # Not at the beginning of a line: a library's report at exit may lack a final line break.
-    assert re.search(rf"local rank 1 \(pid \d+\) {verdict}$", done.output, re.MULTILINE), (
-        done.output
-    )
+    assert re.search(rf"local rank 1 \(pid \d+\) {verdict}$", output, re.MULTILINE), output
     handlers_of_rank_one = 1 if end == "raises" else 0
-    assert done.output.count("exit handlers ran\n") == 1 + handlers_of_rank_one, done.output
+    assert output.count("exit handlers ran\n") == 1 + handlers_of_rank_one, output
 
 
 def test_a_stuck_child_is_stopped_after_the_time_limit(
@@ -183,3 +193,122 @@ def test_a_stuck_child_is_stopped_after_the_time_limit(
     assert capsys.readouterr().err == (
         f"local rank 1 (pid {child.pid}) did not exit within 0.1 s and was stopped\n"
     )
+
+
+# Forked functions.
+
+
+def train(rank: int, world_size: int, directory: Path, *faults: At, endless: bool = False) -> None:
+    """Start two ranks from a process that is not a rank; ``endless``: until a signal.
+
+    A survivor has five seconds to leave its step.
+    """
+    options = {
+        "max_epochs": -1 if endless else 1,
+        "limit_val_batches": 0,
+        "default_root_dir": directory,
+    }
+    strategy = ddpx.DDPExtStrategy(start_method="fork", save_deadline=5)
+    make_trainer(strategy, callbacks=[*faults], **options).fit(Net())
+
+
+def announce_step(*_: object) -> None:
+    announce("at work", (dist.get_rank(), os.getpid()))
+
+
+def pids_of_ranks(launching: RankProcesses) -> dict[int, int]:
+    """Wait until both ranks have announced a step; their process ids by rank."""
+    return dict(launching.wait_for("at work", 0) for _ in range(2))
+
+
+def leave(*_: object) -> None:
+    raise SystemExit(0)
+
+
+@pytest.mark.parametrize(
+    ("faults", "culprit", "sentences"),
+    [
+        pytest.param(
+            [in_step(boom, 1)],
+            1,
+            [
+                "[rank 0] RankFailedError: {} failed, so this rank stops: BoomError: no such layer",
+                '    raise BoomError("no such layer")',  # in the traceback of rank 1
+            ],
+            id="raises",
+        ),
+        pytest.param(
+            [in_step(wait_for_ever, 0), in_step(die, 1)],
+            1,
+            [
+                "[rank 0] RankDiedError: {} died: its process ended unexpectedly; every rank stops.",
+                "errors.RankDiedError: local {} died: it was killed by SIGKILL; the other ranks were",
+            ],
+            id="dies",
+        ),
+        pytest.param(
+            [in_step(leave)],
+            0,
+            ["errors.RankFailedError: local {} exited with status 0 before it finished its work;"],
+            id="exits with status 0",
+        ),
+    ],
+)
+def test_the_launching_process_names_a_rank_that_ends_early(
+    faults: list[At], culprit: int, sentences: list[str], tmp_path: Path
+) -> None:
+    """It raises the exception of the rank, or an error with the reason; a rank in its step
+    prints a line.
+    """
+    start = At("setup", announce_step)
+    with RankProcesses(train, 1, tmp_path, start, *faults) as launching:
+        pids = pids_of_ranks(launching)
+        (outcome,) = launching.wait()
+    assert outcome.exit_code == 1, outcome.story()
+    for sentence in sentences:
+        assert sentence.format(rank_name(culprit, pids[culprit])) in outcome.output, outcome.story()
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "sentence"),
+    [
+        (signal.SIGTERM, 143, "all ranks stop after step"),
+        (signal.SIGINT, 1, "Detected KeyboardInterrupt"),
+    ],
+)
+def test_a_signal_to_the_launching_process_alone_ends_the_ranks(
+    number: int, status: int, sentence: str, tmp_path: Path
+) -> None:
+    """The ranks save and stop; SIGTERM and Ctrl-C give different exit statuses.
+
+    In a notebook, only the kernel gets Ctrl-C, not its children.
+    """
+    in_third_step = At("on_train_batch_start", announce_step, earlier=2)
+    with RankProcesses(train, 1, tmp_path, in_third_step, endless=True) as launching:
+        pids_of_ranks(launching)
+        launching.kill(0, number)
+        (outcome,) = launching.wait()
+    assert outcome.exit_code == status, outcome.story()
+    assert sentence in outcome.output, outcome.story()
+    assert list(tmp_path.rglob("last-preempted.ckpt"))
+
+
+# A countdown to a forced exit.
+
+
+def exit_after_one_that_is_not_needed(rank: int, world_size: int) -> None:
+    countdown = ForcedExit("countdown")
+    was_asked = threading.Event()
+    countdown.start(0.0, 1, str, is_needed=was_asked.set)
+    was_asked.wait()
+    for thread in threading.enumerate():
+        if thread.name == "countdown":
+            thread.join()
+    countdown.start(0.0, 7, lambda: "rank 1 died")
+    threading.Event().wait()
+
+
+def test_a_countdown_can_start_again_after_one_that_was_not_needed() -> None:
+    """The process then exits with the message and the status of the second one."""
+    [outcome] = launch_ranks(exit_after_one_that_is_not_needed, 1)
+    assert (outcome.exit_code, outcome.output) == (7, "rank 1 died\n")
