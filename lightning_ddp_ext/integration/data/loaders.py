@@ -149,7 +149,9 @@ class TrainerLoaders:
             return loader.shown()
         self._combined_iterator = None  # refers to loaders that are not needed any longer
         self.uneven.agree_on_length(loader)
-        loader.position = position_of(loader.loader, self._read_ahead(loader))
+        loader.position = position_of(
+            loader.loader, self._read_ahead(loader), self._strategy.world_size
+        )
         self.resume.orders.has_new_loaders = True
         self.resume.orders.agree()
         return loader.shown()

@@ -66,6 +66,10 @@ class Orders:
         own = self.by_rank[self._strategy.global_rank][0] if is_of_these_ranks else None
         self._keys = own or keys_of(GLOBAL_GENERATORS)
 
+    def checksums_of(self, rank: int) -> list[int]:
+        """Return the checksums of a rank's orders, or of one that all ranks draw."""
+        return self.by_rank[min(rank, len(self.by_rank) - 1)][1]
+
     def agree(self) -> int:
         """Return the seed for the order of samples. Collective the first time.
 
@@ -85,11 +89,8 @@ class Orders:
         """
         seed = self.agree()
         for number, loader in enumerate(training_loaders_of(self._strategy.current_trainer)):
-            position = loader.position
-            assert position is not None
-            position.rank = self._strategy.global_rank
-            position.world_size = self._strategy.world_size
-            sampler = position.sampler
+            assert loader.position is not None
+            sampler = loader.position.sampler
             if isinstance(sampler, RankOrderSampler):
                 sampler.set_order(mix(seed, number), self._keys)
             elif sampler is not None and loader.is_dealt:
