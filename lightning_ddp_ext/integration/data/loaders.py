@@ -113,7 +113,6 @@ class TrainerLoaders:
         The Trainer then calls it where it would put its own sampler into a loader.
         """
         self.resume.attach(trainer)
-        self.uneven.start_run()
         self.evaluation.end()
         self.worker_seed = None
         self._combined_iterator = None

@@ -33,6 +33,7 @@ from lightning_ddp_ext.data.proxy import length_or_inf, name_of
 from lightning_ddp_ext.data.random_state import record_random_state, restore_random_state
 
 from ..checkpoints.collective import Checkpoints
+from ..named_calls import report_step
 from ..private.compat import end_epoch_after, end_restart, fetcher_of, mode_of
 from ..private.lightning_tree import pl, rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
@@ -235,6 +236,7 @@ class Resume:
 
         Collective in the resumed epoch.
         """
+        report_step()  # names a rank that still waits in a call of the epoch before
         if self.restart is not None and self.epoch > self.restart.epoch:
             self._saved = None
         self._decide()
