@@ -16,7 +16,8 @@ any other             unknown          starts the epoch again
 ====================  ===============  ==============================================
 
 The place after some more batches is arithmetic, so nothing is recorded while training
-runs, except by a loader with a state that is read ahead.
+runs, except of a loader with a state: it may be read ahead, so the states after its
+latest batches are kept.
 """
 
 from __future__ import annotations
@@ -24,17 +25,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler
 from typing_extensions import override
 
-from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.proxy import (
     each_of,
     index_sampler_of,
     is_stateful,
-    iterable_of,
     length_or_inf,
     read_instead,
+    yields_in_order,
 )
 from lightning_ddp_ext.data.samplers import GlobalOrderSampler, Order, RankOrderSampler
 
@@ -150,7 +150,7 @@ def position_of(loader: Any, read_ahead: int, world_size: int) -> Position:
     if is_stateful(loader):
         return StatePosition(loader, read_ahead, world_size)
     index_sampler = index_sampler_of(loader)
-    if not _yields_in_order(loader) or length_or_inf(index_sampler) == float("inf"):
+    if not yields_in_order(loader) or length_or_inf(index_sampler) == float("inf"):
         return Position(loader, world_size)
     batches = index_sampler if type(index_sampler) is BatchSampler else None
     sampler = global_order_of(loader)
@@ -161,26 +161,11 @@ def position_of(loader: Any, read_ahead: int, world_size: int) -> Position:
     return SamplerPosition(loader, sampler, batches, world_size)
 
 
-def _yields_in_order(loader: Any) -> bool:
-    """Whether a loader yields a batch for each item of its index sampler, in their order."""
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        return False
-    return loader.num_workers == 0 or getattr(loader, "in_order", True)
-
-
 def global_order_of(loader: Any) -> GlobalOrderSampler | None:
     """Return our sampler that a loader or its batch sampler has, or ``None``."""
     index_sampler = index_sampler_of(loader)
     samplers = (index_sampler, getattr(index_sampler, "sampler", None))
     return next((each for each in samplers if isinstance(each, GlobalOrderSampler)), None)
-
-
-def rewind(loader: Any) -> None:
-    """Move our samplers in a loader to the beginning of the epoch."""
-    index_sampler = index_sampler_of(loader)
-    for sampler in (iterable_of(index_sampler), *samplers_below(index_sampler)):
-        if isinstance(sampler, GlobalOrderSampler):
-            sampler.resume_at(sampler.epoch, 0)
 
 
 class SamplerPosition(Position):
@@ -227,12 +212,16 @@ class SamplerPosition(Position):
     def iterate(self) -> Iterator[Any]:
         at = 0 if self._iterators else self.start
         self._iterators += 1
-        if (self.sampler.epoch, self.sampler.position) != (self.epoch, at):
-            self.sampler.resume_at(self.epoch, at)
+        self._set_epoch()
+        self.sampler.position = at
         if self._order is None:
             self._order = self.sampler.compute_order()
         self.sampler.drawn_order = self._order
         return iter(self.loader)
+
+    def _set_epoch(self) -> None:
+        if self.sampler.epoch != self.epoch:  # a wrapped sampler may count the calls
+            self.sampler.set_epoch(self.epoch)
 
     @override
     def left(self, at: int) -> float:
@@ -253,7 +242,7 @@ class SamplerPosition(Position):
 
     @override
     def _restore(self, state: Any, checksum: int) -> str | None:
-        self.sampler.resume_at(self.epoch, self.start)
+        self._set_epoch()
         self._order = self.sampler.compute_order()
         return None if self.checksum == checksum else _OTHER_ORDER
 
@@ -261,8 +250,8 @@ class SamplerPosition(Position):
 class StatePosition(Position):
     """Places in a loader with a state, in batches of this rank.
 
-    The loader's state is that after the latest batch that was read. If batches may be
-    read that are not done at a checkpoint, the states before them are kept.
+    The loader's state is that after the latest batch that was read. Batches may be read
+    that are not done at a checkpoint, so the states before them are kept.
     """
 
     problem = None
@@ -296,7 +285,6 @@ class StatePosition(Position):
             self._read = self.start
             self._states = {}
         self._iterators += 1
-        rewind(self.loader)
         batches = self._count(iter(self.loader))
         self._restored = batches if is_restored else None
         return batches
@@ -309,9 +297,8 @@ class StatePosition(Position):
             self._keep_state()
 
     def _keep_state(self) -> None:
-        if self._read_ahead:
-            self._states[self._read] = self.loader.state_dict()
-            self._states.pop(self._read - self._read_ahead, None)
+        self._states[self._read] = self.loader.state_dict()
+        self._states.pop(self._read - self._read_ahead, None)
 
     @override
     def state_after(self, batches: int) -> dict[str, Any]:

@@ -247,7 +247,7 @@ class Resume:
     def after_iterators(self) -> None:
         """Restore a random state that was saved after the epoch's iterators had started.
 
-        Collective, see :meth:`~.orders.Orders.gather`.
+        Collective.
         """
         self.orders.gather()
         restart = self.restart
@@ -333,25 +333,13 @@ class Resume:
         self._decide()
         self._restore_random_state()
         if self.restart.at == "epoch_start":
-            self._create_iterators_again(self.restart)
+            # Lightning then creates the iterators again after the hooks, as in a whole run.
+            # They draw the seeds of workers.
+            end_restart(self._trainer.fit_loop)
         if self.restart.is_within:
             self._replaced.hide_warning(_OF_MID_EPOCH_RESUME)
             self._set_numbers_of_batches(self.restart)
         _warn_of_frozen_parameters(self._trainer)
-
-    def _create_iterators_again(self, restart: Restart) -> None:
-        """Make Lightning create the epoch's iterators after the hooks, as in a whole run.
-
-        They then draw the seeds of workers when a whole run does. If it makes the loaders
-        again, it also draws some before the hooks.
-        """
-        fit_loop = self._trainer.fit_loop
-        end_restart(fit_loop)
-        interval = self._trainer.reload_dataloaders_every_n_epochs
-        if interval and restart.epoch and restart.epoch % interval == 0:
-            for loader in training_loaders_of(self._trainer):
-                loader.has_seeded_kept_workers = False
-            iter(fetcher_of(fit_loop))
 
     def _set_numbers_of_batches(self, restart: Restart) -> None:
         """Set the loops to the numbers of batches, done and in all, on these ranks."""
