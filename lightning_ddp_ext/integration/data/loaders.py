@@ -64,7 +64,7 @@ from ..stopping.stops import StopController
 from .evaluation import Evaluation, can_count_once
 from .orders import training_loaders_of
 from .resume import Resume, ResumeData
-from .uneven import UnevenInputs, UnevenMode
+from .uneven import AHEAD, UnevenInputs, UnevenMode
 
 
 class TrainerLoaders:
@@ -148,14 +148,10 @@ class TrainerLoaders:
             return loader.shown()
         self._combined_iterator = None  # refers to loaders that are not needed any longer
         self.uneven.agree_on_length(loader)
-        loader.position = position_of(loader.loader, self._read_ahead, self._strategy.world_size)
+        accumulated = self._strategy.current_trainer.accumulate_grad_batches
+        read_ahead = accumulated + 1 + AHEAD  # batches that are not done at a checkpoint
+        loader.position = position_of(loader.loader, read_ahead, self._strategy.world_size)
         return loader.shown()
-
-    @property
-    def _read_ahead(self) -> int:
-        """How many batches may be read, but not be done, at a checkpoint."""
-        accumulated: int = self._strategy.current_trainer.accumulate_grad_batches
-        return accumulated + 1 + self.uneven.ahead
 
     def _before_validation(self) -> None:
         """Record the weights and the random state before any validation hook runs.

@@ -73,11 +73,6 @@ class UnevenInputs:
         """Whether the ranks end an epoch together, and not each one separately."""
         return self._mode is not None and self._strategy.world_size > 1
 
-    @property
-    def ahead(self) -> int:
-        """The number of batches that ``give_batches`` takes before it gives one."""
-        return AHEAD if self._ends_together else 0
-
     def agree_on_length(self, loader: DistributedLoader) -> None:
         """Note a new training loader, and set its length if the ranks end together.
 
