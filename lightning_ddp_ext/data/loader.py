@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lightning_ddp_ext.data.epochs import prepare_workers, samplers_below, set_epoch
-from lightning_ddp_ext.data.position import Position
+from lightning_ddp_ext.data.position import Position, global_order_of
 from lightning_ddp_ext.data.proxy import (
     is_of_torch,
     is_stateful,
@@ -22,7 +22,6 @@ from lightning_ddp_ext.data.proxy import (
     own_copy,
     show,
 )
-from lightning_ddp_ext.data.samplers import GlobalOrderSampler
 
 StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
 
@@ -47,9 +46,6 @@ class DistributedLoader:
             without a state.
         length: the number of batches that replaces the loader's own length; ``None`` to
             keep it.
-        even_batches: the batches of an evaluation in which each sample counts once; ``None``
-            if it reads the loader's own.
-        has_seeded_kept_workers: whether workers persist, and have been seeded.
         on_iterator: called when an iterator is created, if given.
         position: where the epochs of a loader of training data continue; ``None`` for
             other data.
@@ -68,12 +64,11 @@ class DistributedLoader:
         # The owner of a state may read it, so the loader is not copied.
         self.loader = source if is_stateful(source) else own_copy(source)
         self.length: int | None = None
-        self.even_batches: Any = None
         self.on_iterator: Callable[[], object] | None = None
         self.position: Position | None = None
         self._epoch = -1  # of the objects inside
         self._generator_state: torch.Tensor | None = None  # that gives the drawn seed
-        self.has_seeded_kept_workers = False
+        self._has_seeded_kept_workers = False  # whether workers persist, and were seeded
 
     def shown(self) -> Any:
         """Return a proxy of this loader with the class and attributes of ``loader``.
@@ -91,12 +86,15 @@ class DistributedLoader:
         """
         if epoch != self._epoch:
             self._epoch = epoch
-            is_set = samplers_set_by_lightning(self.loader) if is_set_by_lightning else ()
-            set_epoch(self.loader, epoch, except_for=is_set)
+            # Our sampler sets the epoch of those that it wraps.
+            are_set = samplers_below(global_order_of(self.loader))[1:]
+            if is_set_by_lightning:
+                are_set += samplers_set_by_lightning(self.loader)
+            set_epoch(self.loader, epoch, except_for=are_set)
 
     def _draw_worker_seed(self) -> None:
         """Draw what torch draws when an iterator is created, for when it starts."""
-        self.has_seeded_kept_workers = self.loader.persistent_workers
+        self._has_seeded_kept_workers = self.loader.persistent_workers
         source = self.loader.generator or torch.default_generator
         self._generator_state = source.get_state()
         torch.empty((), dtype=torch.int64).random_(generator=source)
@@ -123,7 +121,7 @@ class DistributedLoader:
         if self.on_iterator is not None:
             self.on_iterator()
         # Torch draws nothing if workers persist from an earlier iterator.
-        if _draws_seed_on_cpu(self.loader) and not self.has_seeded_kept_workers:
+        if _draws_seed_on_cpu(self.loader) and not self._has_seeded_kept_workers:
             self._draw_worker_seed()
         return LazyIterator(self)
 
@@ -186,15 +184,10 @@ def samplers_set_by_lightning(loader: Any) -> list[Any]:
     """Return the samplers in a loader that get the epoch from Lightning.
 
     Lightning calls ``set_epoch`` on the loader's sampler and on that of its batch
-    sampler before the hooks of an epoch, in which users may set another number. Of
-    samplers that wrap others, only ours are known to pass it on.
+    sampler before the hooks of an epoch, in which users may set another number.
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
-    found: list[Any] = []
-    for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
-        passes_on = isinstance(sampler, GlobalOrderSampler)
-        found += samplers_below(sampler) if passes_on else [sampler]
-    return found
+    return [getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)]
 
 
 def source_of(loader: Any) -> Any:

@@ -16,25 +16,25 @@ any other             unknown          starts the epoch again
 ====================  ===============  ==============================================
 
 The place after some more batches is arithmetic, so nothing is recorded while training
-runs, except by a loader with a state that is read ahead.
+runs, except of a loader with a state: it may be read ahead, so the states after its
+latest batches are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler
 from typing_extensions import override
 
-from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.proxy import (
     each_of,
     index_sampler_of,
     is_stateful,
-    iterable_of,
     length_or_inf,
     read_instead,
+    yields_in_order,
 )
 from lightning_ddp_ext.data.samplers import GlobalOrderSampler, Order, RankOrderSampler
 
@@ -59,25 +59,23 @@ class Position:
 
     Args:
         loader: one of our loaders.
+        world_size: the number of ranks.
 
     Attributes:
         loader: the argument.
         problem: why an epoch cannot continue in its middle, with the remedy; ``None`` if
             it can.
         sampler: our sampler that yields the loader's items, if any.
-        rank, world_size: those of this process; set before the first epoch.
         epoch: the epoch that is read.
         start: the place at which the epoch begins in this run.
-        done: the number of batches of the epoch that were done before this run.
     """
 
     problem: str | None = _UNKNOWN_ORDER
     sampler: GlobalOrderSampler | None = None
-    rank = 0
-    world_size = 1
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, world_size: int) -> None:
         self.loader = loader
+        self._world_size = world_size
         self.start_epoch(-1)
 
     @property
@@ -89,7 +87,6 @@ class Position:
         """Make the next iterators start at the beginning of an epoch."""
         self.epoch = epoch
         self.start = 0
-        self.done = 0
         self._iterators = 0  # that have started in the epoch
 
     def iterate(self) -> Iterator[Any]:
@@ -103,14 +100,14 @@ class Position:
         """Return how many batches this rank reads from a place to an iterator's end."""
         return length_or_inf(self.loader) - at
 
-    def state_after(self, done: int) -> dict[str, Any]:
-        """Return where this rank is after ``done`` batches of the epoch."""
-        at = self._after(done - self.done)
-        return {"identity": self._identity(), "at": at, "state": self._state_at(at)}
+    def state_after(self, batches: int) -> dict[str, Any]:
+        """Return where this rank is after some batches of this run.
 
-    def continue_epoch(
-        self, epoch: int, saved: Mapping[str, Any], checksums: Sequence[int]
-    ) -> str | None:
+        The place is "at"; ``None`` if it is unknown. Only this rank can use a "state".
+        """
+        return {"identity": self._identity(), "at": None, "state": None}
+
+    def continue_epoch(self, epoch: int, saved: Mapping[str, Any], checksum: int) -> str | None:
         """Make the next iterators continue where another run was.
 
         Return why that is impossible, if it is, with the remedy.
@@ -118,7 +115,7 @@ class Position:
         Args:
             epoch: the epoch.
             saved: what :meth:`state_after` returned in that run.
-            checksums: those of each rank's order in that run.
+            checksum: that of this rank's order in that run.
         """
         self.start_epoch(epoch)
         if self.problem is not None:
@@ -130,53 +127,38 @@ class Position:
                     f"has another {name} than when the checkpoint was saved ({before.get(name)},"
                     f" now {now}); resume with the same"
                 )
-        if saved["state"] is None:
+        if saved["at"] is None:
             return _UNKNOWN_PLACE
         self.start = saved["at"]
-        return self._check(saved["state"], checksums)
+        return self._restore(saved["state"], checksum)
 
     def _identity(self) -> dict[str, Any]:
         """Return what gives a place its meaning, by name."""
         return {}
 
-    def _after(self, batches: int) -> int:
-        """Return the place that this run reaches after some batches."""
-        return self.start + batches
-
-    def _state_at(self, at: int) -> Any:
-        """Return what :meth:`_check` needs to find a place again; ``None`` if unknown."""
-        return None
-
-    def _check(self, state: Any, checksums: Sequence[int]) -> str | None:
+    def _restore(self, state: Any, checksum: int) -> str | None:
         """Return why no iterator can begin at ``start``, if so, with the remedy."""
-        return None
+        raise NotImplementedError
 
 
-def position_of(loader: Any, read_ahead: int) -> Position:
+def position_of(loader: Any, read_ahead: int, world_size: int) -> Position:
     """Return the position in a loader, of the class that the loader allows.
 
     The loader's index sampler may be replaced. ``read_ahead`` is the number of batches
     that may be read, but not be done, at a checkpoint.
     """
     if is_stateful(loader):
-        return StatePosition(loader, read_ahead)
+        return StatePosition(loader, read_ahead, world_size)
     index_sampler = index_sampler_of(loader)
-    if not _yields_in_order(loader) or length_or_inf(index_sampler) == float("inf"):
-        return Position(loader)
+    if not yields_in_order(loader) or length_or_inf(index_sampler) == float("inf"):
+        return Position(loader, world_size)
     batches = index_sampler if type(index_sampler) is BatchSampler else None
     sampler = global_order_of(loader)
     if sampler is None or (batches is None and index_sampler is not sampler):
         batches = None
         sampler = RankOrderSampler(index_sampler)
         read_instead(loader, sampler)
-    return SamplerPosition(loader, sampler, batches)
-
-
-def _yields_in_order(loader: Any) -> bool:
-    """Whether a loader yields a batch for each item of its index sampler, in their order."""
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        return False
-    return loader.num_workers == 0 or getattr(loader, "in_order", True)
+    return SamplerPosition(loader, sampler, batches, world_size)
 
 
 def global_order_of(loader: Any) -> GlobalOrderSampler | None:
@@ -186,14 +168,6 @@ def global_order_of(loader: Any) -> GlobalOrderSampler | None:
     return next((each for each in samplers if isinstance(each, GlobalOrderSampler)), None)
 
 
-def rewind(loader: Any) -> None:
-    """Move our samplers in a loader to the beginning of the epoch."""
-    index_sampler = index_sampler_of(loader)
-    for sampler in (iterable_of(index_sampler), *samplers_below(index_sampler)):
-        if isinstance(sampler, GlobalOrderSampler):
-            sampler.resume_at(sampler.epoch, 0)
-
-
 class SamplerPosition(Position):
     """Places in a loader that reads one of our samplers, in items that its ranks have read.
 
@@ -201,17 +175,22 @@ class SamplerPosition(Position):
         loader: the loader.
         sampler: our sampler.
         batches: groups the sampler's items; ``None`` if each of them is a batch.
+        world_size: the number of ranks.
     """
 
     problem = None
     sampler: GlobalOrderSampler
 
     def __init__(
-        self, loader: Any, sampler: GlobalOrderSampler, batches: BatchSampler | None
+        self,
+        loader: Any,
+        sampler: GlobalOrderSampler,
+        batches: BatchSampler | None,
+        world_size: int,
     ) -> None:
         self.sampler = sampler
         self._batches = batches
-        super().__init__(loader)
+        super().__init__(loader, world_size)
 
     @override
     def start_epoch(self, epoch: int) -> None:
@@ -226,19 +205,23 @@ class SamplerPosition(Position):
     @override
     def _identity(self) -> dict[str, Any]:
         # On other ranks, the shares of an uneven sampler would have different lengths.
-        ranks = self.world_size if self.sampler.uneven == "exact" else "any"
+        ranks = self._world_size if self.sampler.uneven == "exact" else "any"
         return {"kind": self.sampler.kind, "number of ranks": ranks, **self.sampler.identity()}
 
     @override
     def iterate(self) -> Iterator[Any]:
         at = 0 if self._iterators else self.start
         self._iterators += 1
-        if (self.sampler.epoch, self.sampler.position) != (self.epoch, at):
-            self.sampler.resume_at(self.epoch, at)
+        self._set_epoch()
+        self.sampler.position = at
         if self._order is None:
             self._order = self.sampler.compute_order()
         self.sampler.drawn_order = self._order
         return iter(self.loader)
+
+    def _set_epoch(self) -> None:
+        if self.sampler.epoch != self.epoch:  # a wrapped sampler may count the calls
+            self.sampler.set_epoch(self.epoch)
 
     @override
     def left(self, at: int) -> float:
@@ -247,38 +230,34 @@ class SamplerPosition(Position):
         return items // self._batch_size if drops_rest else -(-items // self._batch_size)
 
     @override
-    def _after(self, batches: int) -> int:
+    def state_after(self, batches: int) -> dict[str, Any]:
         start = self.start
         left = int(self.left(start))
         if self._iterators > 1 and batches > left:
             start = 0
             batches = 1 + (batches - left - 1) % int(self.left(0))
-        return self.sampler.shard(start).position_after(batches * self._batch_size)
-
-    @override
-    def _state_at(self, at: int) -> Any:
+        at = self.sampler.shard(start).position_after(batches * self._batch_size)
         has_one_size = self._batch_size == self._size_at_start  # unless a hook has changed it
-        return () if has_one_size else None
+        return {**super().state_after(batches), "at": at if has_one_size else None}
 
     @override
-    def _check(self, state: Any, checksums: Sequence[int]) -> str | None:
-        self.sampler.resume_at(self.epoch, self.start)
+    def _restore(self, state: Any, checksum: int) -> str | None:
+        self._set_epoch()
         self._order = self.sampler.compute_order()
-        expected = checksums[min(self.rank, len(checksums) - 1)]
-        return None if self.checksum == expected else _OTHER_ORDER
+        return None if self.checksum == checksum else _OTHER_ORDER
 
 
 class StatePosition(Position):
     """Places in a loader with a state, in batches of this rank.
 
-    The loader's state is that after the latest batch that was read. If batches may be
-    read that are not done at a checkpoint, the states before them are kept.
+    The loader's state is that after the latest batch that was read. Batches may be read
+    that are not done at a checkpoint, so the states before them are kept.
     """
 
     problem = None
 
-    def __init__(self, loader: Any, read_ahead: int) -> None:
-        super().__init__(loader)
+    def __init__(self, loader: Any, read_ahead: int, world_size: int) -> None:
+        super().__init__(loader, world_size)
         self._read_ahead = read_ahead
         self._read = 0  # batches of the epoch
         self._states: dict[int, Any] = {}  # by place
@@ -288,7 +267,7 @@ class StatePosition(Position):
     def _identity(self) -> dict[str, Any]:
         return {
             "kind": "state",
-            "number of ranks": self.world_size,
+            "number of ranks": self._world_size,
             "number of samples": length_or_inf(getattr(self.loader, "dataset", None)),
             "number of workers": getattr(self.loader, "num_workers", 0),
         }
@@ -306,7 +285,6 @@ class StatePosition(Position):
             self._read = self.start
             self._states = {}
         self._iterators += 1
-        rewind(self.loader)
         batches = self._count(iter(self.loader))
         self._restored = batches if is_restored else None
         return batches
@@ -319,20 +297,19 @@ class StatePosition(Position):
             self._keep_state()
 
     def _keep_state(self) -> None:
-        if self._read_ahead:
-            self._states[self._read] = self.loader.state_dict()
-            self._states.pop(self._read - self._read_ahead, None)
+        self._states[self._read] = self.loader.state_dict()
+        self._states.pop(self._read - self._read_ahead, None)
 
     @override
-    def _state_at(self, at: int) -> Any:
+    def state_after(self, batches: int) -> dict[str, Any]:
+        at = self.start + batches
         state = self._states.get(at)
         if state is None and at == self._read:
             state = self.loader.state_dict()
-        return None if state is None else [self.rank, state]
+        return {**super().state_after(batches), "at": at, "state": state}
 
     @override
-    def _check(self, state: Any, checksums: Sequence[int]) -> str | None:
+    def _restore(self, state: Any, checksum: int) -> str | None:
         self._read = self.start
-        rank, loader_state = state
-        self._states = {self.start: loader_state}
-        return None if rank == self.rank else _UNKNOWN_PLACE
+        self._states = {self.start: state}
+        return _UNKNOWN_PLACE if state is None else None

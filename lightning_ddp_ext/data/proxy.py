@@ -49,6 +49,13 @@ def is_of_torch(loader: object, *methods: str) -> bool:
     return all(module.partition(".")[0] in ("torch", "torchdata") for module in modules)
 
 
+def yields_in_order(loader: Any) -> bool:
+    """Whether a loader yields a batch for each item of its index sampler, in their order."""
+    if not is_of_torch(loader, "__iter__"):
+        return False
+    return loader.num_workers == 0 or getattr(loader, "in_order", True)
+
+
 def is_stateful(loader: object) -> bool:
     """Whether a loader has a state, as torchdata's ``StatefulDataLoader`` does."""
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))

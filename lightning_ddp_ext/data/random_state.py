@@ -81,17 +81,15 @@ def keys_of(generators: Iterable[Any]) -> list[int]:
 
 
 def _state_of(generator: Any) -> Any:
-    """Return a state as tensors, numbers and strings.
-
-    NumPy's generators also accept lists in place of arrays.
-    """
+    """Return a state; that of a global generator as tensors, numbers and strings."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.RandomState):
-        return _plain(generator.get_state(legacy=False))
-    return _plain(generator.bit_generator.state)
+        state: Any = generator.get_state()
+        return [state[0], state[1].tolist(), *state[2:]]  # an array is not a plain value
+    return generator.bit_generator.state
 
 
 def _set_state(generator: Any, state: Any) -> None:
@@ -103,12 +101,6 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
     else:
         generator.bit_generator.state = state
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
-    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def mix(*words: int) -> int:

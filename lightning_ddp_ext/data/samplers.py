@@ -53,8 +53,8 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     Attributes:
         dataset, shuffle, seed, uneven: the arguments.
         epoch: the epoch whose order is read next.
-        position: the position in the global order at which an iterator starts, which is
-            the same on every rank; set by :meth:`resume_at`.
+        position: the position in the global order at which the next iterator starts,
+            which is the same on every rank; set by :meth:`resume_at`.
         drawn_order: the order that the next iterator reads, if the caller has set one;
             otherwise the iterator computes it.
         fingerprint: the checksum of the latest order that was drawn; 0 if the length,
@@ -148,6 +148,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     def _iterate(self) -> Iterator[list[Any]]:
         shard = self.shard(self.position)
         order = self.drawn_order or self.compute_order()
+        self.position = 0
         self.drawn_order = None
         for begin in range(0, len(shard), BLOCK):
             yield order(shard.positions(begin, begin + BLOCK)).tolist()

@@ -16,7 +16,7 @@ from lightning_ddp_ext.errors import ConfigurationError, DivergenceError
 from lightning_ddp_ext.rank_lists import listed
 
 from .named_calls import enter_call
-from .private.compat import comm_hooks_of, unwrap_ddp
+from .private.compat import unwrap_ddp
 from .private.lightning_tree import pl, rank_zero_warn
 from .start.devices import RankDevicesStrategy
 from .strategy_ranks import refuse
@@ -135,7 +135,6 @@ class GradientAveraging:
             raise _refusal(unfrozen, "the first batch whose gradients are accumulated")
         remedy = "unfreeze the same parameters on every rank, before the same step"
         enter_call(f"a step that trains the unfrozen {listed(unfrozen)}", remedy=remedy)
-        hooks = comm_hooks_of(self._strategy.model)
         # DDP keeps parameters that are frozen only for a while, as those of a GAN.
         frozen_now = [each for each in self._averaged.values() if not each.requires_grad]
         self._wait_for_gpu()
@@ -146,10 +145,6 @@ class GradientAveraging:
         for parameter in frozen_now:
             parameter.requires_grad_(False)
         self._wait_for_gpu()
-        ddp: Any = self._strategy.model
-        if not comm_hooks_of(ddp):
-            for state, hook in hooks:  # registered by user code
-                ddp.register_comm_hook(state, hook)
         own_state = self._state
         if isinstance(own_state, PowerSGDState):
             # It has tensors for each bucket, and DDP changes buckets again after a step.

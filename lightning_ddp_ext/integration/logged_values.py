@@ -91,8 +91,6 @@ class LoggedValues:
         self._is_in_step = False
         # Whether every rank makes another exchange in this step, even without values.
         self._needs_another = False
-        # Whether every rank makes it because the training step before logged values.
-        self._is_expected = False
         # Evaluation does not change this, since some ranks may have no evaluation step.
         self._is_logged_in_training = False
 
@@ -105,7 +103,6 @@ class LoggedValues:
         if is_training:
             report_step()
             self._needs_another = self._is_logged_in_training
-            self._is_expected = self._is_logged_in_training
             self._is_logged_in_training = False
         self._is_in_step = True
         try:
@@ -160,12 +157,11 @@ class LoggedValues:
     def _exchange_queue(self) -> None:
         """Reduce the first queued values, as many as all ranks have sent. Collective."""
         values = [pending.value for pending in self._queue]
-        results, self._needs_another = self._exchange(values, is_expected=self._is_expected)
+        results, self._needs_another = self._exchange(values, is_expected=self._needs_another)
         # Another rank may have sent fewer values.
         for pending, result in zip(self._queue, results, strict=False):
             pending.settle(result)
         del self._queue[: len(results)]
-        self._is_expected = self._is_expected and self._needs_another
 
     def _exchange(
         self, values: Sequence[Value], *, is_expected: bool = False

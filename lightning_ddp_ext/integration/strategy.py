@@ -344,13 +344,11 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_train_start(self) -> None:
         self._averaging.check_first_step()
-        self._data.uneven.report_step_if_even()
         self._data.resume.on_train_start()
         self._stops.weights.on_train_start(trainer_of(self.lightning_module))
 
     @override
     def on_train_end(self) -> None:
-        self._data.uneven.report_step_if_even()
         self._stops.at_end()
 
     @override
@@ -359,15 +357,10 @@ class DDPExtStrategy(RankDevicesStrategy):
         self._stops.weights.after_validation()
         self._end_evaluation()
 
-    def _start_evaluation(self) -> None:
-        self._data.uneven.report_step_if_even()
-
     def _end_evaluation(self) -> None:
         self._data.evaluation.end()
-        self._data.uneven.report_step_if_even()
         self._stops.at_end_of_evaluation()
 
-    on_validation_start = on_test_start = on_predict_start = _start_evaluation
     on_test_end = on_predict_end = _end_evaluation
 
     @override

@@ -247,6 +247,21 @@ def test_an_object_gets_each_epoch_once(kind: Kind, tmp_path: Path) -> None:
         assert batches == {epoch: [[epoch + 1, number] for number in range(10)] for epoch in (0, 1)}
 
 
+def count_calls_of_divided(kind: Kind, directory: Path) -> list[int]:
+    """Read samplers that the strategy divides; return how often each was set in two epochs."""
+    counting = [Counting(), Counting(is_in_batch=True)]
+    for sampler in counting:
+        name = "batch_sampler" if sampler.is_in_batch else "sampler"
+        options: Any = {name: sampler}
+        continuing.read(kind, directory, partial(DataLoader, Numbers(9), **options))
+    return [sampler.times_set for sampler in counting]
+
+
+def test_a_sampler_that_is_divided_gets_each_epoch_once(tmp_path: Path) -> None:
+    """This holds for samplers and batch samplers of the user's."""
+    assert on_ranks("ours", count_calls_of_divided, tmp_path) == [[2, 2]] * 2
+
+
 class Processes(Numbers):
     """Samples that are the process that reads them."""
 

@@ -151,6 +151,9 @@ CASES = {
         UNBROKEN,
         (["train_batch_end-2"], ["train_batch_end-9"]),
     ),
+    "a state before a step": Case(
+        lambda rank: StatefulDataLoader(Numbers(SAMPLES), 2, shuffle=True), UNBROKEN, SAVED_TWICE
+    ),
     # The points are within a step that begins after the first loader's end.
     "max_size": Case(lambda rank: short_and_long("max_size"), IN_STEP, [["train_batch_end-7"]]),
     "max_size_cycle": Case(

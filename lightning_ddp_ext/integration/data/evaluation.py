@@ -32,9 +32,10 @@ from lightning_ddp_ext.data.position import global_order_of
 from lightning_ddp_ext.data.proxy import (
     each_of,
     index_sampler_of,
-    is_of_torch,
+    iterable_of,
     own_copy,
     read_instead,
+    yields_in_order,
 )
 from lightning_ddp_ext.data.samplers import GlobalOrderSampler
 
@@ -92,7 +93,6 @@ class Evaluation:
         if even is not None and len(set(samples_by_rank)) == 1:
             loader.loader = own_copy(loader.loader)
             read_instead(loader.loader, even)
-            loader.even_batches = even
 
     def _even_batches(self, loader: DistributedLoader) -> EvenBatches | None:
         """Return even batches for a loader, or ``None`` to keep its own batches."""
@@ -110,8 +110,8 @@ class Evaluation:
 
     def start(self, loader: DistributedLoader) -> Iterator[Any]:
         """Start an iterator now, while the caller has set the seed of its workers."""
-        even = loader.even_batches
-        idle_ranks = () if even is None else even.repeating_ranks()
+        even = iterable_of(index_sampler_of(loader.loader))
+        idle_ranks = even.repeating_ranks() if isinstance(even, EvenBatches) else ()
         last = len(loader.loader) - 1 if idle_ranks else -1
         return self._recorded(iter(loader.loader), last, idle_ranks)
 
@@ -150,7 +150,7 @@ def can_count_once(loader: DataLoader[Any]) -> bool:
         is_users = loader.batch_size is None and type(index_sampler) is not BatchSampler
         if is_users or index_sampler.drop_last:
             return False
-    return getattr(loader, "in_order", True) and is_of_torch(loader, "__iter__")
+    return yields_in_order(loader)
 
 
 class EvenBatches:

@@ -26,7 +26,7 @@ any other                                         what the Trainer makes of it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, get_args
 
@@ -42,7 +42,7 @@ from lightning_ddp_ext.arguments import check_choice
 from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, source_of
 from lightning_ddp_ext.data.permutation import Uneven
-from lightning_ddp_ext.data.position import Position, global_order_of, position_of, rewind
+from lightning_ddp_ext.data.position import Position, global_order_of, position_of
 from lightning_ddp_ext.data.proxy import is_of_torch, length_or_inf, own_copy
 from lightning_ddp_ext.data.samplers import (
     DistributedBatchSamplerWrapper,
@@ -64,7 +64,7 @@ from ..stopping.stops import StopController
 from .evaluation import Evaluation, can_count_once
 from .orders import training_loaders_of
 from .resume import Resume, ResumeData
-from .uneven import UnevenInputs, UnevenMode
+from .uneven import AHEAD, UnevenInputs, UnevenMode
 
 
 class TrainerLoaders:
@@ -113,7 +113,6 @@ class TrainerLoaders:
         The Trainer then calls it where it would put its own sampler into a loader.
         """
         self.resume.attach(trainer)
-        self.uneven.start_run()
         self.evaluation.end()
         self.worker_seed = None
         self._combined_iterator = None
@@ -130,15 +129,15 @@ class TrainerLoaders:
         """
         source = source_of(dataloader)  # another Trainer or stage may have prepared it already
         if stage == RunningStage.PREDICTING:
-            rewind(source)  # one of our samplers may continue in the middle of an epoch
             return as_lightning(source, shuffle, stage)
+        seed = self.resume.orders.agree()
         divided = divide(
             self._strategy,
             source,
             stage,
             shuffle=shuffle,
             counts_once=self.evaluation.is_exact,
-            seed=self.resume.orders.agree,
+            seed=seed,
         )
         if divided is None:
             divided = as_lightning(source, shuffle, stage)
@@ -149,16 +148,10 @@ class TrainerLoaders:
             return loader.shown()
         self._combined_iterator = None  # refers to loaders that are not needed any longer
         self.uneven.agree_on_length(loader)
-        loader.position = position_of(loader.loader, self._read_ahead(loader))
-        self.resume.orders.has_new_loaders = True
-        self.resume.orders.agree()
+        accumulated = self._strategy.current_trainer.accumulate_grad_batches
+        read_ahead = accumulated + 1 + AHEAD  # batches that are not done at a checkpoint
+        loader.position = position_of(loader.loader, read_ahead, self._strategy.world_size)
         return loader.shown()
-
-    def _read_ahead(self, loader: DistributedLoader) -> int:
-        """Return how many batches may be read, but not be done, at a checkpoint."""
-        accumulated: int = self._strategy.current_trainer.accumulate_grad_batches
-        is_ahead = accumulated > 1 or length_or_inf(loader) == math.inf
-        return (accumulated + 1 if is_ahead else 0) + self.uneven.ahead
 
     def _before_validation(self) -> None:
         """Record the weights and the random state before any validation hook runs.
@@ -190,7 +183,6 @@ class TrainerLoaders:
             loader.set_epoch(self.resume.epoch, is_set_by_lightning=is_set_by_lightning)
         if position is not None and is_read_by_loop:
             return self._start_training(loader, position, iterator)
-        rewind(loader.loader)
         with self._workers_of(loader):
             if is_read_by_loop:
                 return self.evaluation.start(loader)
@@ -244,7 +236,7 @@ def divide(
     *,
     shuffle: bool,
     counts_once: bool,
-    seed: Callable[[], int],
+    seed: int,
 ) -> Any:
     """Return the loader that this rank reads; ``None`` for what the Trainer makes of it.
 
@@ -254,7 +246,7 @@ def divide(
         stage: training, validation or test.
         shuffle: whether the Trainer would shuffle.
         counts_once: whether an evaluation counts each sample once.
-        seed: returns the seed for the order of samples; may be collective.
+        seed: the seed for the order of samples.
     """
     if global_order_of(loader) is not None:
         return loader
@@ -272,7 +264,7 @@ def divide(
     counts_once = counts_once and not is_batches and can_count_once(loader)
     if stage != RunningStage.TRAINING and not counts_once:
         return None
-    options = {**strategy.distributed_sampler_kwargs, "seed": seed()}
+    options = {**strategy.distributed_sampler_kwargs, "seed": seed}
     if not is_batches and _yields_each_once(drawn, loader.dataset):
         shuffles = shuffle and not trainer.overfit_batches
         return _with_sampler(loader, TorchOrderSampler(loader.dataset, shuffle=shuffles, **options))

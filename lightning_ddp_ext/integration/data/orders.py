@@ -44,7 +44,6 @@ class Orders:
         seed: the seed for the order of samples, once the ranks have agreed on it.
         by_rank: of each rank, its keys (see ``data.random_state.keys_of``), and for each
             loader the checksum of its order in the epoch; empty before an epoch.
-        has_new_loaders: whether training loaders were made since the latest epoch began.
     """
 
     def __init__(self, strategy: RankDevicesStrategy) -> None:
@@ -56,7 +55,6 @@ class Orders:
         self.seed: int | None = None
         self._keys: list[int] = []
         self.by_rank: list[tuple[list[int], list[int]]] = []
-        self.has_new_loaders = False
 
     def restore(self, section: Mapping[str, Any]) -> None:
         """Draw the orders of the run that saved a section, see ``resume``."""
@@ -65,6 +63,10 @@ class Orders:
         is_of_these_ranks = len(self.by_rank) == self._strategy.world_size
         own = self.by_rank[self._strategy.global_rank][0] if is_of_these_ranks else None
         self._keys = own or keys_of(GLOBAL_GENERATORS)
+
+    def checksums_of(self, rank: int) -> list[int]:
+        """Return the checksums of a rank's orders, or of one that all ranks draw."""
+        return self.by_rank[min(rank, len(self.by_rank) - 1)][1]
 
     def agree(self) -> int:
         """Return the seed for the order of samples. Collective the first time.
@@ -85,11 +87,8 @@ class Orders:
         """
         seed = self.agree()
         for number, loader in enumerate(training_loaders_of(self._strategy.current_trainer)):
-            position = loader.position
-            assert position is not None
-            position.rank = self._strategy.global_rank
-            position.world_size = self._strategy.world_size
-            sampler = position.sampler
+            assert loader.position is not None
+            sampler = loader.position.sampler
             if isinstance(sampler, RankOrderSampler):
                 sampler.set_order(mix(seed, number), self._keys)
             elif sampler is not None and loader.is_dealt:
@@ -99,11 +98,7 @@ class Orders:
     def gather(self) -> None:
         """Gather the ranks' keys and checksums of the epoch that has begun.
 
-        A rank that saves alone then has those of all ranks. Collective if there are new
-        loaders, or orders of other samplers than stock's.
+        A rank that saves alone then has those of all ranks. Collective.
         """
-        if not self.has_new_loaders and not any(any(drawn) for _, drawn in self.by_rank):
-            return
-        self.has_new_loaders = False
         checksums = [position.checksum for position in positions_of(self._strategy.current_trainer)]
         self.by_rank = ranks_of(self._strategy).gather((self._keys, checksums))

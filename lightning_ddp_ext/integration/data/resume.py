@@ -33,6 +33,7 @@ from lightning_ddp_ext.data.proxy import length_or_inf, name_of
 from lightning_ddp_ext.data.random_state import record_random_state, restore_random_state
 
 from ..checkpoints.collective import Checkpoints
+from ..named_calls import report_step
 from ..private.compat import end_epoch_after, end_restart, fetcher_of, mode_of
 from ..private.lightning_tree import pl, rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
@@ -43,7 +44,7 @@ from .loop_state import Restart, change_to, find_restart
 from .orders import Orders, epoch_of, positions_of, training_loaders_of
 
 KEY = "lightning_ddp_ext"
-VERSION = 13
+VERSION = 14
 ResumeData = Literal["exact", "stock"]
 
 _OF_MID_EPOCH_RESUME = ".*resuming from a checkpoint that ended before the epoch ended"
@@ -55,19 +56,17 @@ _IS_LOST = (
 
 @dataclass(frozen=True)
 class SavedPlace:
-    """The place at which training continues, according to a checkpoint.
+    """The place at which training continues.
 
     Attributes:
-        restart: the place.
+        restart: the place according to the checkpoint, and then to the ranks' decision.
         loops: the state of the fit loop, as it was saved.
-        random: this rank's random states, if known.
-        loaders: the places in the training loaders.
+        rank: this rank's state, see :meth:`Resume.state_at`.
     """
 
     restart: Restart
     loops: Mapping[str, Any]
-    random: Any = None
-    loaders: Sequence[Mapping[str, Any]] = ()
+    rank: Mapping[str, Any]
 
 
 class Resume:
@@ -88,8 +87,6 @@ class Resume:
         mode: the argument.
         orders: determines the orders of the training loaders.
         is_training: whether ``on_train_start`` was called.
-        restart: where the resumed epoch continues, according to the checkpoint, and
-            then to the decision; ``None`` in other epochs.
     """
 
     def __init__(
@@ -106,13 +103,11 @@ class Resume:
         self._replaced = replaced
         self.mode = mode
         self.orders = Orders(strategy)
-        self._has_run = False
         self._reset()
 
     def _reset(self) -> None:
         self.is_training = False
         self._saved: SavedPlace | None = None  # until the resumed epoch ends
-        self.restart: Restart | None = None
         self._before_validation: list[Any] | None = None
 
     @property
@@ -121,11 +116,15 @@ class Resume:
 
     def attach(self, trainer: Any) -> None:
         """Reset the state for a Trainer that has not loaded a checkpoint."""
-        self._has_run = True
         if trainer.state.fn == "fit":
             # A checkpoint that is saved after an evaluation has the seed of the fit before it.
             self.orders.forget()
         self._reset()
+
+    @property
+    def restart(self) -> Restart | None:
+        """Where the resumed epoch continues; ``None`` in other epochs."""
+        return None if self._saved is None else self._saved.restart
 
     @property
     def epoch(self) -> int:
@@ -141,10 +140,10 @@ class Resume:
     def save_to(self, checkpoint: dict[str, Any], what: str, *, is_alone: bool) -> None:
         """Add the place at which training continues to a checkpoint, in the call ``what``.
 
-        Collective, unless this rank saves alone. A process that has only started ranks
-        has no place.
+        Collective, unless this rank saves alone. There is no place without training data,
+        as in a process that has only started ranks.
         """
-        if "loops" not in checkpoint or not self._has_run:
+        if "loops" not in checkpoint or self.orders.seed is None:
             return
         loops = checkpoint["loops"]["fit_loop"]
         fetcher = fetcher_of(self._trainer.fit_loop)
@@ -154,7 +153,10 @@ class Resume:
             stopped=self._stops.stopped,
             has_ended=fetcher is not None and fetcher.done,
         )
-        own = self.state_at(restart, self._random_state_at(restart, loops))
+        if self._saved is not None and not self.is_training:
+            own = self._saved.rank  # nothing has changed since then
+        else:
+            own = self.state_at(restart, self._random_state_at(restart, loops))
         ranks = [own] if is_alone else self._checkpoints.to_rank_zero(own, what)
         checkpoint[KEY] = self.make_section(restart, ranks)
 
@@ -171,7 +173,8 @@ class Resume:
     def state_at(self, restart: Restart, random: Any) -> dict[str, Any]:
         """Return this rank's state for a checkpoint that continues at ``restart``."""
         positions = positions_of(self._trainer) if restart.is_within else []
-        places = [position.state_after(restart.done) for position in positions]
+        before = self.restart.done if self.restart is not None and self.restart.is_within else 0
+        places = [position.state_after(restart.done - before) for position in positions]
         return {"rank": self._strategy.global_rank, "random": random, "loaders": places}
 
     def _random_state_at(self, restart: Restart, loops: Mapping[str, Any]) -> Any:
@@ -204,28 +207,27 @@ class Resume:
         loops = {**checkpoint["loops"]["fit_loop"], "state_dict": {}}
         section = checkpoint.get(KEY) or {}
         if section.get("version") == VERSION:
-            saved = self._read_section(section, loops)
+            self._saved = self._read_section(section, loops)
         else:
             restart = find_restart(loops, accumulated=trainer.accumulate_grad_batches)
             if restart.is_within:
                 _warn(restart.epoch, _IS_LOST)
                 restart = restart.from_epoch_start()
-            saved = SavedPlace(restart, loops)
-        self._saved = saved
-        self.restart = saved.restart
-        checkpoint["loops"]["fit_loop"] = change_to(loops, saved.restart)
+            self._saved = SavedPlace(restart, loops, self.state_at(restart, None))
+        checkpoint["loops"]["fit_loop"] = change_to(loops, self._saved.restart)
 
     def _read_section(self, section: Mapping[str, Any], loops: Mapping[str, Any]) -> SavedPlace:
         """Return the place in a section.
 
-        A rank that did not save shares the place of one that did, but not its random
-        states.
+        A rank that did not save shares the place of one that did, without what belongs
+        to that rank alone.
         """
         self.orders.restore(section)
+        rank = self._strategy.global_rank
         by_rank = {state["rank"]: state for state in section["ranks"]}
-        shared = {**section["ranks"][0], "random": None}
-        own = by_rank.get(self._strategy.global_rank, shared)
-        return SavedPlace(Restart(**section["restart"]), loops, own["random"], own["loaders"])
+        places = [{**place, "state": None} for place in section["ranks"][0]["loaders"]]
+        shared = {"rank": rank, "random": None, "loaders": places}
+        return SavedPlace(Restart(**section["restart"]), loops, by_rank.get(rank, shared))
 
     # The resumed epoch.
 
@@ -234,8 +236,8 @@ class Resume:
 
         Collective in the resumed epoch.
         """
+        report_step()  # names a rank that still waits in a call of the epoch before
         if self.restart is not None and self.epoch > self.restart.epoch:
-            self.restart = None
             self._saved = None
         self._decide()
         if self.restart is None or not self.restart.is_within:
@@ -245,7 +247,7 @@ class Resume:
     def after_iterators(self) -> None:
         """Restore a random state that was saved after the epoch's iterators had started.
 
-        Collective, see :meth:`~.orders.Orders.gather`.
+        Collective.
         """
         self.orders.gather()
         restart = self.restart
@@ -258,45 +260,47 @@ class Resume:
         """Continue in the resumed epoch on all ranks, or start it again. Collective."""
         self.orders.assign()
         saved = self._saved
-        positions = positions_of(self._trainer)
-        if saved is None or self.restart is None or not self.restart.is_within:
+        if saved is None or not saved.restart.is_within:
             return
-        if positions[0].epoch == self.restart.epoch:
+        positions = positions_of(self._trainer)
+        if positions[0].epoch == saved.restart.epoch:
             return  # this was decided for these loaders
-        problem = self._continue(positions, saved.loaders)
+        problem = self._continue(positions, saved)
         problems = list(filter(None, ranks_of(self._strategy).gather(problem)))
         if problems:
-            _warn(self.restart.epoch, problems[0])
-            for position in positions:
-                position.start_epoch(self.restart.epoch)
-            self.restart = self.restart.from_epoch_start()
-            self._saved = replace(saved, random=None)
+            _warn(saved.restart.epoch, problems[0])
+            self._start_again(saved)
 
-    def _continue(
-        self, positions: Sequence[Position], places: Sequence[Mapping[str, Any]]
-    ) -> str | None:
+    def _continue(self, positions: Sequence[Position], saved: SavedPlace) -> str | None:
         """Continue in each training loader; return why that is impossible, if it is."""
-        assert self.restart is not None
+        restart = saved.restart
+        places = saved.rank["loaders"]
         if len(places) != len(positions):
             return (
                 f"it began with {len(places)} training loaders, and there are {len(positions)} now;"
                 " resume with the same loaders"
             )
         for loader in training_loaders_of(self._trainer):
-            loader.set_epoch(self.restart.epoch)
-        for number, (position, place) in enumerate(zip(positions, places, strict=True)):
-            checksums = [of_rank[number] for _, of_rank in self.orders.by_rank]
-            problem = position.continue_epoch(self.restart.epoch, place, checksums)
+            loader.set_epoch(restart.epoch)
+        checksums = self.orders.checksums_of(self._strategy.global_rank)
+        for position, place, checksum in zip(positions, places, checksums, strict=True):
+            problem = position.continue_epoch(restart.epoch, place, checksum)
             if problem is not None:
                 return f"{name_of(position.loader)} {problem}"
         whole, left = self._count_batches(positions)
         if math.inf not in (whole, left):
             accumulated = self._trainer.accumulate_grad_batches
             done = int(whole - left) // accumulated * accumulated
-            self.restart = replace(self.restart, done=done)
-        for position in positions:
-            position.done = self.restart.done
+            self._saved = replace(saved, restart=replace(restart, done=done))
         return None
+
+    def _start_again(self, saved: SavedPlace) -> None:
+        """Start the resumed epoch again, also in Lightning's loops."""
+        restart = saved.restart.from_epoch_start()
+        self._saved = replace(saved, restart=restart, rank={**saved.rank, "random": None})
+        fit_loop = self._trainer.fit_loop
+        fit_loop.load_state_dict(change_to(saved.loops, restart))
+        fit_loop.update_restart_stage()
 
     def _count_batches(self, positions: Sequence[Position]) -> tuple[float, float]:
         """Return how many batches an epoch has, and how many are left of this one.
@@ -319,47 +323,23 @@ class Resume:
         Collective in a resumed run.
         """
         self.is_training = True
-        if self._saved is None:
+        if self.restart is None:
             return
         done = self._trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        if (epoch_of(self._trainer), done) != (self._saved.restart.epoch, self._saved.restart.done):
+        if (epoch_of(self._trainer), done) != (self.restart.epoch, self.restart.done):
             # A `LearningRateFinder` has set the loops to its own file.
-            self.restart = None
             self._saved = None
             return
         self._decide()
         self._restore_random_state()
-        self._correct_loops()
-        _warn_of_frozen_parameters(self._trainer)
-
-    def _correct_loops(self) -> None:
-        """Change what the checkpoint's loop state did not yet take into account."""
-        restart = self.restart
-        assert restart is not None
-        assert self._saved is not None
-        fit_loop = self._trainer.fit_loop
-        if restart != self._saved.restart and not restart.is_within:
-            fit_loop.load_state_dict(change_to(self._saved.loops, restart))
-            fit_loop.update_restart_stage()
-        if restart.at == "epoch_start":
-            self._create_iterators_again(restart)
-        if restart.is_within:
+        if self.restart.at == "epoch_start":
+            # Lightning then creates the iterators again after the hooks, as in a whole run.
+            # They draw the seeds of workers.
+            end_restart(self._trainer.fit_loop)
+        if self.restart.is_within:
             self._replaced.hide_warning(_OF_MID_EPOCH_RESUME)
-            self._set_numbers_of_batches(restart)
-
-    def _create_iterators_again(self, restart: Restart) -> None:
-        """Make Lightning create the epoch's iterators after the hooks, as in a whole run.
-
-        They then draw the seeds of workers when a whole run does. If it makes the loaders
-        again, it also draws some before the hooks.
-        """
-        fit_loop = self._trainer.fit_loop
-        end_restart(fit_loop)
-        interval = self._trainer.reload_dataloaders_every_n_epochs
-        if interval and restart.epoch and restart.epoch % interval == 0:
-            for loader in training_loaders_of(self._trainer):
-                loader.has_seeded_kept_workers = False
-            iter(fetcher_of(fit_loop))
+            self._set_numbers_of_batches(self.restart)
+        _warn_of_frozen_parameters(self._trainer)
 
     def _set_numbers_of_batches(self, restart: Restart) -> None:
         """Set the loops to the numbers of batches, done and in all, on these ranks."""
@@ -371,8 +351,9 @@ class Resume:
             end_epoch_after(self._trainer, int(restart.done + left))
 
     def _restore_random_state(self) -> None:
-        if self._saved is not None and self._saved.random is not None:
-            restore_random_state(self._saved.random, device_generators(self._strategy))
+        random = None if self._saved is None else self._saved.rank["random"]
+        if random is not None:
+            restore_random_state(random, device_generators(self._strategy))
 
     def on_train_batch_start(self) -> None:
         """Let Lightning's loops continue as usual, once the first batch was read."""

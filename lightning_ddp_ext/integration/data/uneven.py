@@ -1,9 +1,8 @@
 """Compare the ranks' training data, and end their epochs together if that is requested.
 
-1. ``start_run`` resets the state for a Trainer's run.
-2. ``agree_on_length`` sets the length of a new loader, before its first epoch.
-3. ``give_batches`` ends an iterator on all ranks together.
-4. ``on_train_batch_start`` compares the ranks' data once the first batch is read.
+1. ``agree_on_length`` sets the length of a new loader, before its first epoch.
+2. ``give_batches`` ends an iterator on all ranks together.
+3. ``on_train_batch_start`` compares the ranks' data once the first batch is read.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 
-from ..named_calls import report_step
 from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of
 from ..private.lightning_tree import rank_zero_warn
 from ..start.devices import RankDevicesStrategy
@@ -63,31 +61,17 @@ class UnevenInputs:
     Args:
         strategy: our strategy.
         mode: the argument ``uneven_inputs`` of ``DDPExtStrategy``.
-
-    Attributes:
-        are_even: whether all ranks have the same number of batches, and thus make the
-            same calls at the same batch.
     """
 
     def __init__(self, strategy: RankDevicesStrategy, mode: UnevenMode | None) -> None:
         self._strategy = strategy
         self._mode = mode
-        self.start_run()
-
-    def start_run(self) -> None:
-        """Reset the state for a Trainer's run, whose loaders are new."""
-        self.are_even = True
         self._has_new_loaders = False
 
     @property
     def _ends_together(self) -> bool:
         """Whether the ranks end an epoch together, and not each one separately."""
         return self._mode is not None and self._strategy.world_size > 1
-
-    @property
-    def ahead(self) -> int:
-        """The number of batches that ``give_batches`` takes before it gives one."""
-        return AHEAD if self._ends_together else 0
 
     def agree_on_length(self, loader: DistributedLoader) -> None:
         """Note a new training loader, and set its length if the ranks end together.
@@ -135,14 +119,6 @@ class UnevenInputs:
         if len(combined_loader_of(trainer.fit_loop).flattened) == 1:
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
 
-    def report_step_if_even(self) -> None:
-        """Report a step, unless the ranks have different numbers of batches.
-
-        The ranks then also have different numbers of steps.
-        """
-        if self.are_even:
-            report_step()
-
     def on_train_batch_start(self, batch: Any) -> None:
         """For new loaders, compare the ranks' numbers of batches and first batches.
 
@@ -167,10 +143,9 @@ class UnevenInputs:
         )
         data_by_rank = ranks_of(self._strategy).gather(own_data)
         lengths = [data.length for data in data_by_rank]
-        self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
         problem = describe_difference(data_by_rank, loaders)
-        are_refused = self._mode is None and not self.are_even and math.inf not in lengths
-        if problem is None and are_refused:
+        are_uneven = len(set(lengths)) > 1 and math.inf not in lengths
+        if problem is None and are_uneven and self._mode is None:
             problem = _describe_unevenness(trainer, lengths)
         if problem is not None:
             refuse(self._strategy, SamplingError(problem))

@@ -282,8 +282,3 @@ def unwrap_ddp(strategy: Any) -> None:
     private(strategy.model, "_remove_autograd_hooks")()  # DDP may still be referenced
     strategy.model = strategy.model.module
     strategy._pl_static_graph_delay_done = False  # of the first step of a static graph
-
-
-def comm_hooks_of(ddp: Any) -> list[tuple[object, Any]]:
-    """Return the comm hooks that are registered, each with its state."""
-    return [(state, hook) for hook, state in private(ddp, "_comm_hooks")]
