@@ -292,6 +292,24 @@ def test_an_error_while_another_rank_works_is_the_ranks_own(tmp_path: Path) -> N
     model.error_of(survivor, RankFailedError, 1, failed.pid)
 
 
+class NeedsNoGradient(Net):
+    """The backward pass fails in C++."""
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        return self.loss(batch).detach()
+
+
+def fail_alone(rank: int, world_size: int, directory: Path) -> None:
+    fit("ours", directory, NeedsNoGradient(), devices=1, max_epochs=1)
+
+
+def test_a_single_rank_raises_its_own_error(tmp_path: Path) -> None:
+    """It asks no other rank what has broken its backward pass."""
+    with RankProcesses(fail_alone, 1, tmp_path, time_limit=40) as ranks:
+        (failed,) = ranks.wait(0)
+    assert failed.failure.message.startswith("element 0 of tensors does not require grad")
+
+
 def use_socket() -> None:
     raise RuntimeError("gloo: no socket is left, connection reset by peer")
 
