@@ -243,6 +243,24 @@ def test_processes_that_have_caught_a_failure_train_again(tmp_path: Path) -> Non
     assert_same(first, second)
 
 
+def form_again(rank: int, world_size: int, directory: Path) -> dict[str, Tensor]:
+    """Fit while rank 1 cannot form its group, and once more; return the weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(dist, "init_process_group", lambda *_, **__: model.boom())
+        with pytest.raises(model.BoomError if rank == 1 else RankFailedError):
+            model.fit(rank, world_size, directory)
+    net = Net()
+    model.fit(rank, world_size, directory, net=net, init_timeout=20)
+    return weights(net)
+
+
+def test_a_group_that_could_not_be_formed_is_formed_again(tmp_path: Path) -> None:
+    """One rank had an error of its own, and torch has counted the attempt of the other."""
+    first, second = run_ranks(form_again, 2, tmp_path)
+    assert_same(first, second)
+
+
 def hook_after_reconnecting(rank: int, world_size: int, directory: Path) -> bool:
     """Set a hook between two runs for which the ranks connect; whether it is still set."""
     model.fit(rank, world_size, directory)
