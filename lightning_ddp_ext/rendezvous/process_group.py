@@ -135,6 +135,10 @@ class ProcessGroups:
 
     def _form_and_check(self, timeout: timedelta) -> None:
         request = self.request
+        with suppress(AttributeError):
+            # The keys in the store have the number of the attempt, and torch also counts
+            # one that failed, perhaps not on every rank.
+            dist.distributed_c10d._world.group_count = 0
         dist.init_process_group(
             request.backend,
             store=PrefixStore("group", self._connections.store),

@@ -134,6 +134,8 @@ def _event_behind(exception: BaseException, session: Session) -> PeerEvent | Non
     If the exception may follow from one, wait for it.
     """
     peers = session.context.peers
+    if len(peers.everyone) == 1:
+        return None
     # Any exception may follow from arbitrary values.
     if not isinstance(exception, KeyboardInterrupt) and session.context.has_arbitrary_values:
         return peers.cause

@@ -2,14 +2,18 @@
 strategy and under stock ``ddp``.
 """
 
+import gc
 import logging
 import re
 import time
+import weakref
+from contextlib import suppress
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -18,7 +22,7 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_ddp_ext import ConfigurationError, SlowRanks
 from lightning_ddp_ext.integration.callbacks.slow_ranks import in_words, slow_parts
 from tests.harness import training
-from tests.harness.training import Batch, Kind, Net, on_ranks
+from tests.harness.training import At, Batch, Kind, Net, on_ranks
 
 SECONDS = 0.03  # that a slow rank takes longer, far more than a step of the model
 EVERY = 10  # batches between comparisons
@@ -147,6 +151,33 @@ def fit_twice(kind: Kind, directory: Path) -> list[dict[str, Any]]:
 def test_a_fit_does_not_compare_the_times_of_an_earlier_one(tmp_path: Path) -> None:
     """Without times of its own, it reports nothing."""
     assert on_ranks("ours", fit_twice, tmp_path) == [[], []]
+
+
+def fit_and_keep_callback(kind: Kind, directory: Path, hook: str, batch: int) -> list[int]:
+    """Raise in a hook of a batch that is measured; return how many models in DDP and hooks
+    of the model are left.
+    """
+    models: list[weakref.ref[Any]] = []
+
+    def fail(trainer: Trainer) -> None:
+        models.append(weakref.ref(trainer.strategy.model))
+        raise ValueError("stop here")
+
+    net = SlowNet(is_manual=False, logs=False)
+    callback = SlowRanks(every_n_steps=EVERY)
+    with suppress(ValueError):
+        training.fit(kind, directory, net, callback, At(hook, fail, earlier=batch), max_epochs=1)
+    gc.collect()
+    alive = [model for model in models if model() is not None]
+    return [len(alive), len(net._forward_pre_hooks)]
+
+
+@pytest.mark.parametrize("hook", ["on_before_backward", "on_train_batch_end"])
+def test_a_fit_that_fails_in_a_measured_step_leaves_nothing(hook: str, tmp_path: Path) -> None:
+    """The callback keeps neither the model in DDP, which has the gradients of all
+    parameters, nor hooks of the model.
+    """
+    assert on_ranks("ours", fit_and_keep_callback, tmp_path, hook, 3) == [[0, 0]] * 2
 
 
 class WithoutDDP(DDPStrategy):

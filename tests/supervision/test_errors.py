@@ -272,6 +272,24 @@ def test_processes_that_have_caught_a_failure_train_again(tmp_path: Path) -> Non
     assert_same(first, second)
 
 
+def form_again(rank: int, world_size: int, directory: Path) -> dict[str, Tensor]:
+    """Fit while rank 1 cannot form its group, and once more; return the weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(dist, "init_process_group", lambda *_, **__: model.boom())
+        with pytest.raises(model.BoomError if rank == 1 else RankFailedError):
+            model.fit(rank, world_size, directory)
+    net = Net()
+    model.fit(rank, world_size, directory, net=net, init_timeout=20)
+    return weights(net)
+
+
+def test_a_group_that_could_not_be_formed_is_formed_again(tmp_path: Path) -> None:
+    """One rank had an error of its own, and torch has counted the attempt of the other."""
+    first, second = run_ranks(form_again, 2, tmp_path)
+    assert_same(first, second)
+
+
 def hook_after_reconnecting(rank: int, world_size: int, directory: Path) -> bool:
     """Set a hook between two runs for which the ranks connect; whether it is still set."""
     fit("ours", directory, Net())
@@ -315,6 +333,24 @@ def test_an_error_while_another_rank_works_is_the_ranks_own(tmp_path: Path) -> N
     assert failed.failure.message.startswith("element 0 of tensors does not require grad")
     assert failed.failure.message in failed.output
     error_of(survivor, RankFailedError, 1, failed.pid)
+
+
+class NeedsNoGradient(Net):
+    """The backward pass fails in C++."""
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        return self.loss(batch).detach()
+
+
+def fail_alone(rank: int, world_size: int, directory: Path) -> None:
+    fit("ours", directory, NeedsNoGradient(), devices=1, max_epochs=1)
+
+
+def test_a_single_rank_raises_its_own_error(tmp_path: Path) -> None:
+    """It asks no other rank what has broken its backward pass."""
+    with RankProcesses(fail_alone, 1, tmp_path, time_limit=40) as ranks:
+        (failed,) = ranks.wait(0)
+    assert failed.failure.message.startswith("element 0 of tensors does not require grad")
 
 
 def use_socket() -> None:

@@ -61,6 +61,8 @@ class SlowRanks(pl.Callback):
         trainer = L.Trainer(strategy="ddp", devices=2, callbacks=[callback])
     """
 
+    _step: MeasuredStep | None = None  # until its times are known
+
     def __init__(self, every_n_steps: int = 100, ratio: float = 1.5) -> None:
         remedy = "pass every_n_steps=100 to compare the ranks after every 100th batch"
         self.every_n_steps = integer(every_n_steps, "every_n_steps", at_least=10, remedy=remedy)
@@ -75,7 +77,9 @@ class SlowRanks(pl.Callback):
         """Forget an earlier fit."""
         self._is_measuring = is_measuring
         self._ended_at: float | None = None  # when the step before a measured one ended
-        self._step: MeasuredStep | None = None  # until its times are known
+        if self._step is not None:
+            self._step.remove_hooks()
+        self._step = None
         self._times: list[dict[str, float]] = []  # since the last comparison
         self._history: list[dict[int, str]] = [{}]  # the slow ranks of all comparisons
         self._named: dict[int, str] = {}  # the slow ranks, as the log says
@@ -89,6 +93,17 @@ class SlowRanks(pl.Callback):
                 "SlowRanks measures nothing: it needs a strategy with torch's"
                 f" DistributedDataParallel, such as 'ddp' (got {type(trainer.strategy).__name__})"
             )
+
+    def _end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        exception: BaseException | None = None,
+    ) -> None:
+        """Free the model in DDP, which a step that is not over refers to."""
+        self._start(is_measuring=False)
+
+    on_train_end = on_exception = _end
 
     def _skip(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._ended_at = None  # what follows is not only the time for a batch

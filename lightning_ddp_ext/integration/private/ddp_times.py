@@ -50,6 +50,11 @@ class MeasuredStep:
         if self._model.require_backward_grad_sync:
             self._moments.setdefault(event, time.perf_counter())
 
+    def remove_hooks(self) -> None:
+        """Remove the hooks of the model, at the latest when the fit ends."""
+        for hook in self._hooks:
+            hook.remove()
+
     def is_over(self, model: Any) -> bool:
         """Whether the times are known or remain unknown.
 
@@ -61,13 +66,13 @@ class MeasuredStep:
         iteration = measured.get("iteration", 0)
         if self._iteration is None:
             self._iteration = iteration
-            for hook in self._hooks:
-                hook.remove()
-        if "backward" not in self._moments or model is not self._model:
-            return True
-        if iteration == self._iteration:
+            self.remove_hooks()
+        is_measured = "backward" in self._moments and model is self._model
+        if is_measured and iteration == self._iteration:
             return False
         self._model._set_ddp_runtime_logging_sample_rate(_NEVER)
+        if not is_measured:
+            return True
         for_buffers = self._between("start", "forward")
         for_values = self._between("end of forward", "backward")
         exchange = measured["backward_comm_time"] - measured["backward_compute_comm_overlap_time"]
