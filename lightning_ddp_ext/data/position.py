@@ -106,7 +106,12 @@ class Position:
     def state_after(self, done: int) -> dict[str, Any]:
         """Return where this rank is after ``done`` batches of the epoch."""
         at = self._after(done - self.done)
-        return {"identity": self._identity(), "at": at, "state": self._state_at(at)}
+        return {
+            "identity": self._identity(),
+            "at": at,
+            "state": self._state_at(at),
+            "has_begun_again": self._iterators > 1,
+        }
 
     def continue_epoch(
         self, epoch: int, saved: Mapping[str, Any], checksums: Sequence[int]
