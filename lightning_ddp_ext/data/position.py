@@ -105,7 +105,12 @@ class Position:
 
         The place is "at"; ``None`` if it is unknown. Only this rank can use a "state".
         """
-        return {"identity": self._identity(), "at": None, "state": None}
+        return {
+            "identity": self._identity(),
+            "at": None,
+            "state": None,
+            "has_begun_again": self._iterators > 1,
+        }
 
     def continue_epoch(self, epoch: int, saved: Mapping[str, Any], checksum: int) -> str | None:
         """Make the next iterators continue where another run was.

@@ -426,7 +426,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def is_idle(self) -> bool:
         """Whether this rank's batch does not count in the current evaluation step.
 
-        Hooks can also read this.
+        Hooks after the step can also read this.
         """
         return self._data.evaluation.is_idle
 

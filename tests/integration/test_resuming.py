@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -158,6 +159,12 @@ CASES = {
     "max_size": Case(lambda rank: short_and_long("max_size"), IN_STEP, [["train_batch_end-7"]]),
     "max_size_cycle": Case(
         lambda rank: short_and_long("max_size_cycle"), IN_STEP, [["train_batch_end-5"]]
+    ),
+    # A callback sets the number when an epoch begins.
+    "a schedule of accumulation": Case(
+        shuffled,
+        {"callbacks": [GradientAccumulationScheduler({0: 2, 1: 4})], **UNBROKEN},
+        (["train_batch_end-2"], ["train_batch_end-4"]),
     ),
     "dataloader_iter": Case(shuffled, {"model": partial(Iterating, dropout=0.0)}, SAVED_TWICE),
     "a limit": Case(shuffled, {"limit_train_batches": 3, **UNBROKEN}, SAVED_TWICE),

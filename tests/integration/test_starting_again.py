@@ -70,6 +70,18 @@ def beside_stream(rank: int, world_size: int, loader: Loaders) -> list[Any]:
     return [loader(rank, world_size), continuing.stream(4)(rank, world_size)]
 
 
+def beside_short_stream(rank: int, world_size: int) -> list[Any]:
+    """Return a loader of four batches, and a stream of one batch with a state."""
+    stream = StatefulDataLoader(continuing.Stream(2, rank), batch_size=2)
+    return [divided_by_strategy(rank, world_size), stream]
+
+
+def beside_long_stream(rank: int, world_size: int) -> list[Any]:
+    """Return a loader of one batch, and a stream of four batches with a state."""
+    stream = StatefulDataLoader(continuing.Stream(8, rank), batch_size=2)
+    return [divided_by_strategy(rank, world_size, samples=4), stream]
+
+
 def two_loaders(rank: int, world_size: int) -> CombinedLoader:
     loaders = [divided_by_strategy(rank, world_size, samples) for samples in (SAMPLES, 24)]
     return CombinedLoader(loaders, "max_size_cycle")
@@ -127,7 +139,7 @@ def same(loaders: Loaders, reason: str) -> Change:
 
 # The strategy does not divide the samples.
 UNDIVIDED: dict[str, Any] = {"use_distributed_sampler": False}
-REMEDIES = ("map-style dataset", "resume with the same")
+REMEDIES = ("map-style dataset", "resume with the same", "at the end of an epoch")
 OTHER_ORDER = "draws another order"
 UNKNOWN_ORDER = "yields batches in an order that cannot be drawn again"
 CHANGES = {
@@ -137,6 +149,8 @@ CHANGES = {
     "a stream beside a loader with a state": same(
         partial(beside_stream, loader=stateful), UNKNOWN_ORDER
     ),
+    "a stream that has begun again": same(beside_short_stream, "has begun again"),
+    "a loader that has begun again beside a stream": same(beside_long_stream, "has begun again"),
     "workers that yield the first batch that is ready": same(
         partial(divided_by_strategy, in_order=False, **continuing.workers(2)), UNKNOWN_ORDER
     ),
@@ -249,6 +263,29 @@ def test_an_epoch_that_would_be_uneven_on_more_ranks_starts_again(tmp_path: Path
     assert [len(resumed.run.steps) for resumed in (first, *others)] == [3, 3, 3]
 
 
+def resume_uneven_loaders(rank: int, world_size: int, directory: Path) -> Resumed:
+    """Resume where the shorter one of two loaders has begun again, after two batches on both
+    ranks.
+    """
+
+    def loaders(rank: int, world_size: int) -> list[Any]:
+        lengths = (SAMPLES, 4 * (1 + rank))
+        return [divided_by_strategy(rank, world_size, samples) for samples in lengths]
+
+    training = training_on(rank, world_size, directory, loaders, max_epochs=1, **UNDIVIDED)
+    training.strategy = {"uneven_inputs": "stop_at_shortest"}
+    path = training.run("train_batch_end-3").saved["train_batch_end-3"]
+    return continuing.resume(training, path)
+
+
+def test_an_epoch_of_uneven_loaders_of_which_one_began_again_starts_again(tmp_path: Path) -> None:
+    """Each rank has another number of batches of it than it knows."""
+    first, second = run_ranks(resume_uneven_loaders, 2, tmp_path)
+    [warning] = first.warned
+    assert "has begun again" in warning
+    assert [len(resumed.run.steps) for resumed in (first, second)] == [8, 8]
+
+
 # Checkpoints that one rank saved alone, because another one was killed.
 
 
@@ -316,6 +353,25 @@ def test_the_rest_of_an_epoch_can_be_read_in_other_batches(tmp_path: Path) -> No
     """The samples that the strategy divides are the remaining ones, in the same order."""
     for whole, batches in run_ranks(resume_in_threes, 2, tmp_path):
         assert batches == [whole[4:7], whole[7:]]
+
+
+def resume_with_lower_limit(rank: int, world_size: int, directory: Path) -> list[continuing.Step]:
+    """Return the steps of a run that resumes after six batches, with a limit of four."""
+    loaders = partial(divided_by_strategy, samples=40)
+    options = {"accumulate_grad_batches": 2, "limit_train_batches": 8}
+    training = training_on(rank, world_size, directory, loaders, **options)
+    whole = training.run("train_batch_end-6")
+    path = whole.saved["train_batch_end-6"]
+    resumed = training.run(ckpt_path=path, limit_train_batches=4)
+    assert samples_of(resumed.steps[:2]) == samples_of(whole.steps[6:8])
+    return resumed.steps
+
+
+def test_an_epoch_beyond_its_limit_ends_after_one_step(tmp_path: Path) -> None:
+    """It does not have as many batches again."""
+    for steps in run_ranks(resume_with_lower_limit, 2, tmp_path):
+        moments = [step.moment for step in steps]
+        assert moments == [(0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
 
 
 TWENTY_FOUR = partial(divided_by_strategy, samples=24)

@@ -47,7 +47,8 @@ class Swapping(L.Callback):
 
 # Callbacks beside which a run is stopped; each run makes one, in its folder. Some are not
 # in every Lightning. Those that do something when an epoch starts do not continue exactly
-# in its middle: StochasticWeightAveraging, BackboneFinetuning and GradientAccumulationScheduler.
+# in its middle: StochasticWeightAveraging and BackboneFinetuning. GradientAccumulationScheduler
+# refuses the Trainer's accumulate_grad_batches.
 # ModelPruning saves weights that are pruned for good.
 CALLBACKS: dict[str, Callable[[Path], L.Callback]] = {
     "none": lambda _: L.Callback(),

@@ -48,6 +48,10 @@ VERSION = 14
 ResumeData = Literal["exact", "stock"]
 
 _OF_MID_EPOCH_RESUME = ".*resuming from a checkpoint that ended before the epoch ended"
+_BEGAN_AGAIN = (
+    "has begun again beside a longer loader, and the end of the epoch is unknown; give all loaders"
+    " a length, the same on every rank, or save at the end of an epoch"
+)
 _IS_LOST = (
     "the checkpoint has no position that this release can read; save at the end of an epoch"
     " before you change the strategy or its release"
@@ -288,11 +292,22 @@ class Resume:
             if problem is not None:
                 return f"{name_of(position.loader)} {problem}"
         whole, left = self._count_batches(positions)
-        if math.inf not in (whole, left):
-            accumulated = self._trainer.accumulate_grad_batches
-            done = int(whole - left) // accumulated * accumulated
-            self._saved = replace(saved, restart=replace(restart, done=done))
+        ends_together = any(each.length is not None for each in training_loaders_of(self._trainer))
+        is_known = math.inf not in (whole, left)
+        for position, place in zip(positions, places, strict=True):
+            # Only the numbers of batches tell which loader ends the epoch.
+            if place["has_begun_again"] and (ends_together or not is_known):
+                return f"{name_of(position.loader)} {_BEGAN_AGAIN}"
+        if is_known:
+            self._set_done(whole - left)
         return None
+
+    def _set_done(self, batches: float) -> None:
+        """Set how many batches of the epoch are done, without those after the last step."""
+        assert self._saved is not None
+        accumulated = self._trainer.accumulate_grad_batches
+        done = int(batches) // accumulated * accumulated
+        self._saved = replace(self._saved, restart=replace(self._saved.restart, done=done))
 
     def _start_again(self, saved: SavedPlace) -> None:
         """Start the resumed epoch again, also in Lightning's loops."""
@@ -330,6 +345,7 @@ class Resume:
             # A `LearningRateFinder` has set the loops to its own file.
             self._saved = None
             return
+        _accumulate_on_schedule(self._trainer)
         self._decide()
         self._restore_random_state()
         if self.restart.at == "epoch_start":
@@ -338,16 +354,24 @@ class Resume:
             end_restart(self._trainer.fit_loop)
         if self.restart.is_within:
             self._replaced.hide_warning(_OF_MID_EPOCH_RESUME)
-            self._set_numbers_of_batches(self.restart)
+            self._set_numbers_of_batches()
         _warn_of_frozen_parameters(self._trainer)
 
-    def _set_numbers_of_batches(self, restart: Restart) -> None:
-        """Set the loops to the numbers of batches, done and in all, on these ranks."""
+    def _set_numbers_of_batches(self) -> None:
+        """Set the loops to the numbers of batches, done and in all, on these ranks.
+
+        An epoch that is beyond its limit has one more step, and then ends as usual.
+        """
+        limit = self._trainer.num_training_batches
+        assert self.restart is not None
+        if self.restart.done >= limit:
+            self._set_done(limit - 1)
+        restart = self.restart
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = restart.done
         current.completed = restart.done - 1 if restart.at == "batch_end" else restart.done
         _, left = self._count_batches(positions_of(self._trainer))
-        if restart.done + left < self._trainer.num_training_batches:
+        if restart.done + left < limit:
             end_epoch_after(self._trainer, int(restart.done + left))
 
     def _restore_random_state(self) -> None:
@@ -379,6 +403,13 @@ def _warn(epoch: int, problem: str) -> None:
     rank_zero_warn(
         f"epoch {epoch} cannot be resumed in the middle, so that epoch starts again: {problem}"
     )
+
+
+def _accumulate_on_schedule(trainer: Any) -> None:
+    """Let callbacks set the number of accumulated batches, as at the start of an epoch."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, pl.callbacks.GradientAccumulationScheduler):
+            callback.on_train_epoch_start(trainer)
 
 
 def _warn_of_frozen_parameters(trainer: Any) -> None:
