@@ -33,6 +33,7 @@ from dataclasses import asdict, replace
 import torch
 
 from lightning_ddp_ext.rendezvous.channel import Message
+from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.supervision.flight_recorder import (
@@ -76,6 +77,7 @@ class StatusTable:
         self._sent = Status(self._peers.mine)  # the last one
         self._cpu_seconds = 0.0  # of the main thread when it was sent
         self._question = ""  # how long which rank has waited, until rank 0 has answered
+        self._overdue: Call | None = None  # of which the question is, if it is of a barrier
         self._heard_at = 0.0  # when rank 0 last sent something, or a question began
         self._is_watched = False  # while rank 0 needs the statuses for an answer
         self._is_due = False  # ends the pause of the thread
@@ -105,11 +107,12 @@ class StatusTable:
         self._has_broken_collective = event is not None
         return event
 
-    def _ask(self, question: str) -> None:
-        """Have rank 0 find the rank that this one waits for."""
+    def _ask(self, question: str, overdue: Call | None = None) -> None:
+        """Have rank 0 find the rank that this one waits for, in a barrier if ``overdue``."""
         with self._peers.arrived:
             self._heard_at = time.monotonic()
             self._question = question
+            self._overdue = overdue
             self._is_due = True
             self._peers.arrived.notify_all()
 
@@ -171,6 +174,11 @@ class StatusTable:
         """Return this rank's status; not for the main thread, whose stack it reads."""
         frame = main_frame()
         groups = read_progress()
+        awaited = self._context.barriers.awaited
+        with self._peers.arrived:
+            if self._overdue not in (None, awaited):  # the late rank has arrived meanwhile
+                self._question = ""
+                self._overdue = None
         status = Status(
             self._peers.mine,
             question=self._question,
@@ -180,7 +188,7 @@ class StatusTable:
             has_timed_out=has_timed_out(groups, self._context.groups.timeout),
             has_broken_collective=self._has_broken_collective,
             calls_made=self._context.barriers.made,
-            awaited=self._context.barriers.awaited,
+            awaited=awaited,
         )
         cpu_seconds = _cpu_seconds()
         has_computed = status.is_blocked and cpu_seconds - self._cpu_seconds >= _COMPUTING
@@ -201,7 +209,7 @@ class StatusTable:
         timeout = groups.timeout.total_seconds()
         call = self._context.barriers.awaited
         if call is not None and waited.get(str(call.number), 0.0) >= timeout:
-            self._ask(f"rank {call.rank} began {call}")
+            self._ask(f"rank {call.rank} began {call}", overdue=call)
             return True
         departure = self._peers.cause_or_departure
         limit = timeout if departure is None else self._timeouts.answer
@@ -221,7 +229,7 @@ class StatusTable:
     def _handle_look(self, body: Message) -> None:
         self._heard_at = time.monotonic()
         self._is_watched = body["is_watched"]
-        if self._peers.rank in body["answered"]:
+        if self._question in body["answered"]:  # another one may have followed it
             self._question = ""
         self._is_due = self._is_due or self._is_watched
 
@@ -271,7 +279,7 @@ class StatusTable:
             if event is not None and self._peers.cause_or_departure is None:
                 self._peers.report(event)
         self._asked_at = None
-        answered = [status.who.rank for status in asking]
+        answered = [status.question for status in asking]
         self._peers.tell(self._peers.everyone, "look", {"is_watched": False, "answered": answered})
 
 
