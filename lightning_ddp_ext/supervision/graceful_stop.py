@@ -294,8 +294,11 @@ def start_session(request: Request) -> Session | None:
     Connections that are used again keep their session. Collective: every rank must call
     it. Return ``None`` if other code opened the process group.
     """
+    earlier = current_session()
     context = join(request)
     if context is not None and context.session is None:
+        if earlier is not None and earlier.stop is not None:
+            earlier.stop.end()  # after a failure whose ``on_exception`` raised as well
         context.session = Session(context)
     return current_session()
 

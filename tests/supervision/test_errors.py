@@ -3,6 +3,7 @@ cause, and none waits for it.
 """
 
 import re
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -241,6 +242,24 @@ def test_processes_that_have_caught_a_failure_train_again(tmp_path: Path) -> Non
     """
     first, second = run_ranks(fit_again, 2, tmp_path)
     assert_same(first, second)
+
+
+def keeps_handlers(rank: int, world_size: int, directory: Path) -> bool:
+    """Fit once with a failure, in whose hook another one follows, and once without; return
+    whether SIGTERM has the same handler as before.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(model.BoomError):
+        model.fit(
+            rank, world_size, directory, model.in_step(model.boom), At("on_exception", model.boom)
+        )
+    model.fit(rank, world_size, directory)
+    return signal.getsignal(signal.SIGTERM) == before
+
+
+def test_the_next_fit_removes_handlers_of_one_without_a_teardown(tmp_path: Path) -> None:
+    """Lightning skips the teardown if an ``on_exception`` hook raises."""
+    assert run_ranks(keeps_handlers, 2, tmp_path) == [True, True]
 
 
 def hook_after_reconnecting(rank: int, world_size: int, directory: Path) -> bool:
