@@ -52,8 +52,9 @@ def _wait_at_end(context: ProcessContext, what: str) -> None:
 
     The error of the work is raised even then.
     """
+    kind = what.partition(" ")[0]  # the rest is a path, which may differ by rank
     with suppress(RankFailedError):
-        context.barriers.enter(f"the end of {what}")
+        context.barriers.enter(f"the end of {what}", name=f"the end of {kind}")
 
 
 def may_have_partial_sums(strategy: pl.strategies.Strategy) -> bool:

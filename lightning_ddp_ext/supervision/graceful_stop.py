@@ -86,6 +86,7 @@ class GracefulStop:
         self.signals = StopSignals(self._request_stop, _run_has_ended)
         self._barriers = session.context.barriers
         self._peers = session.context.peers
+        self._statuses = session.statuses
         self._seconds = deadline.total_seconds()
         self._acknowledge = acknowledge
         self._position = 0  # the last stop point
@@ -175,6 +176,7 @@ class GracefulStop:
         with self._peers.arrived:
             request = self._request
             self._request = None
+            self._statuses.lift_limit()
             self._peers.channel.forget(self._topic)
             return request
 
@@ -241,6 +243,8 @@ class GracefulStop:
         )
 
     def _limit_stop(self, request: StopRequest) -> None:
+        """Limit the time until the ranks stop, half of which leaves one time to save alone."""
+        self._statuses.limit_waits(self._seconds / 2)
         finding = f"{request}: the ranks have not stopped"
         self._forced_exit.start(
             self._seconds, status_of(request.signum), partial(self._explain_exit, finding)
@@ -294,8 +298,11 @@ def start_session(request: Request) -> Session | None:
     Connections that are used again keep their session. Collective: every rank must call
     it. Return ``None`` if other code opened the process group.
     """
+    earlier = current_session()
     context = join(request)
     if context is not None and context.session is None:
+        if earlier is not None and earlier.stop is not None:
+            earlier.stop.end()  # after a failure whose ``on_exception`` raised as well
         context.session = Session(context)
     return current_session()
 

@@ -24,11 +24,9 @@ from lightning_ddp_ext.supervision.flight_recorder import Collective, GroupProgr
 
 # Functions whose inputs must have the same number of elements on all ranks.
 _OF_SAME_SIZE = ("all_reduce", "broadcast", "reduce")
-_BE_IN_TIME = "find out what takes it so long, or pass a longer timeout to the strategy"
-_TAKES_LONGER = (
-    "make sure that every rank makes the same calls; if one takes longer, pass a longer timeout to"
-    " the strategy"
-)
+_LONGER = "pass a longer timeout (after a signal: save_deadline) to the strategy"
+_BE_IN_TIME = f"find out what takes it so long, or {_LONGER}"
+_TAKES_LONGER = f"make sure that every rank makes the same calls; if one takes longer, {_LONGER}"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ for a question about a named barrier: a rank is late       that rank
 =========================================================  =============================
 
 NCCL does not raise when a collective exceeds its timeout, unlike gloo, so this thread
-then asks, as it does for named barriers.
+then asks, as it does for named barriers. If the ranks have to stop, it also asks for a
+shorter time, with any backend.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import asdict, replace
+from datetime import timedelta
 
 import torch
 
@@ -76,6 +78,9 @@ class StatusTable:
         self._sent = Status(self._peers.mine)  # the last one
         self._cpu_seconds = 0.0  # of the main thread when it was sent
         self._question = ""  # how long which rank has waited, until rank 0 has answered
+        self._overdue = ""  # the open call of which the question is, if it may end meanwhile
+        # After a signal, the longest wait, and when it begins to apply.
+        self._limit: tuple[timedelta, float] | None = None
         self._heard_at = 0.0  # when rank 0 last sent something, or a question began
         self._is_watched = False  # while rank 0 needs the statuses for an answer
         self._is_due = False  # ends the pause of the thread
@@ -105,19 +110,42 @@ class StatusTable:
         self._has_broken_collective = event is not None
         return event
 
-    def _ask(self, question: str) -> None:
-        """Have rank 0 find the rank that this one waits for."""
+    def limit_waits(self, seconds: float) -> None:
+        """End waits for another rank that last this long, once this time has passed.
+
+        The rank that did not come is reported, as after the timeout.
+        """
+        if self._limit is None:
+            self._limit = timedelta(seconds=seconds), time.monotonic() + seconds
+
+    def lift_limit(self) -> None:
+        """End no further wait before the timeout."""
+        self._limit = None
+
+    def _ask(self, question: str, overdue: str = "") -> None:
+        """Have rank 0 find the rank that this one waits for, as long as ``overdue`` is open."""
         with self._peers.arrived:
             self._heard_at = time.monotonic()
             self._question = question
+            self._overdue = overdue
             self._is_due = True
             self._peers.arrived.notify_all()
 
     @property
+    def _longest_wait(self) -> timedelta:
+        """How long this rank waits for another one."""
+        timeout = self._context.groups.timeout
+        limit, begins_at = self._limit or (timeout, 0.0)
+        return min(limit, timeout) if time.monotonic() >= begins_at else timeout
+
+    @property
     def _waited_in_collective(self) -> str:
-        seconds = self._context.groups.timeout.total_seconds()
+        limit = self._longest_wait
+        is_timeout = limit == self._context.groups.timeout
+        name = "its timeout of" if is_timeout else "half of save_deadline,"
         return (
-            f"rank {self._peers.rank} has waited in a collective for its timeout of {seconds:g} s"
+            f"rank {self._peers.rank} has waited in a collective for {name}"
+            f" {limit.total_seconds():g} s"
         )
 
     # This rank's thread.
@@ -171,16 +199,24 @@ class StatusTable:
         """Return this rank's status; not for the main thread, whose stack it reads."""
         frame = main_frame()
         groups = read_progress()
+        awaited = self._context.barriers.awaited
+        with self._peers.arrived:
+            if self._overdue not in (
+                "",
+                *self._open_calls(),
+            ):  # it came meanwhile
+                self._question = ""
+                self._overdue = ""
         status = Status(
             self._peers.mine,
             question=self._question,
             place=call_site_of(frame),
             is_in_collective=is_in_collective(frame) or is_in_backward(frame),
             groups=groups,
-            has_timed_out=has_timed_out(groups, self._context.groups.timeout),
+            has_timed_out=has_timed_out(groups, self._longest_wait),
             has_broken_collective=self._has_broken_collective,
             calls_made=self._context.barriers.made,
-            awaited=self._context.barriers.awaited,
+            awaited=awaited,
         )
         cpu_seconds = _cpu_seconds()
         has_computed = status.is_blocked and cpu_seconds - self._cpu_seconds >= _COMPUTING
@@ -189,7 +225,7 @@ class StatusTable:
         return replace(status, is_settled=is_settled)
 
     def _has_ended_overdue_call(self, waited: dict[str, float]) -> bool:
-        """End a wait in a named barrier or of NCCL for the timeout.
+        """End a wait in a named barrier or of NCCL for the timeout, or any after a signal.
 
         Find and report the rank that this one waits for, which aborts the call. Also end
         a wait of NCCL for too long for a rank that left.
@@ -198,19 +234,21 @@ class StatusTable:
             waited: the seconds for which this rank has waited, for each call.
         """
         groups = self._context.groups
-        timeout = groups.timeout.total_seconds()
+        timeout = self._longest_wait.total_seconds()
         call = self._context.barriers.awaited
         if call is not None and waited.get(str(call.number), 0.0) >= timeout:
-            self._ask(f"rank {call.rank} began {call}")
+            self._ask(f"rank {call.rank} began {call}", overdue=str(call.number))
             return True
         departure = self._peers.cause_or_departure
         limit = timeout if departure is None else self._timeouts.answer
-        if not groups.uses_nccl or max(waited.values(), default=0.0) < limit:
+        raises_by_itself = not groups.uses_nccl and self._longest_wait == groups.timeout
+        longest = max(waited, key=waited.__getitem__, default="")
+        if raises_by_itself or waited.get(longest, 0.0) < limit:
             return False
         if not any(progress.pending for progress in read_progress()):
             return False
         if departure is None:
-            self._ask(self._waited_in_collective)
+            self._ask(self._waited_in_collective, overdue=longest)
         else:  # NCCL has no connection that closes with that rank
             left = self._peers.table[departure.rank]
             self._peers.report(event_of("absent", left, str(departure.to_error())))
@@ -221,7 +259,7 @@ class StatusTable:
     def _handle_look(self, body: Message) -> None:
         self._heard_at = time.monotonic()
         self._is_watched = body["is_watched"]
-        if self._peers.rank in body["answered"]:
+        if self._question in body["answered"]:  # another one may have followed it
             self._question = ""
         self._is_due = self._is_due or self._is_watched
 
@@ -271,7 +309,7 @@ class StatusTable:
             if event is not None and self._peers.cause_or_departure is None:
                 self._peers.report(event)
         self._asked_at = None
-        answered = [status.who.rank for status in asking]
+        answered = [status.question for status in asking]
         self._peers.tell(self._peers.everyone, "look", {"is_watched": False, "answered": answered})
 
 

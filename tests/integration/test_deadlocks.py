@@ -279,6 +279,51 @@ def test_a_rank_that_works_can_continue(run: Run, tmp_path: Path) -> None:
         ranks.output_of_all(processes.wait())
 
 
+def fit_and_look(rank: int, world_size: int, directory: Path) -> None:
+    """Train; rank 1 is late at the end of training, and then at a barrier. Rank 0 announces
+    when it looks for the late rank, and when it has looked; only the first wait is overdue.
+    """
+    table = status_table.StatusTable
+    ask, answer, handle_look = table._ask, table._answer, table._handle_look
+
+    def ask_once(self: Any, *args: Any, **kwargs: Any) -> None:
+        ask(self, *args, **kwargs)
+        training.limit_collectives(600)
+
+    def answer_and_announce(self: Any, *args: Any) -> None:
+        ranks.announce("looks")
+        answer(self, *args)
+
+    def handle_and_announce(self: Any, body: Any) -> None:
+        handle_look(self, body)
+        if not body["is_watched"]:
+            ranks.announce("has looked")
+
+    table._ask = ask_once
+    table._answer = answer_and_announce
+    table._handle_look = handle_and_announce
+    callbacks = [
+        training.At("on_train_end", lambda _: training.limit_collectives(0.2), ranks=[0]),
+        training.At("on_train_end", stay, ranks=[1]),
+        training.At("on_fit_end", stay, ranks=[1]),
+        training.At("on_fit_end", enter_barrier),
+    ]
+    fit(rank, world_size, directory, Run(Plain(), {"callbacks": callbacks}), seconds=0.2)
+
+
+def test_a_rank_that_arrives_while_it_is_looked_for_can_continue(tmp_path: Path) -> None:
+    """It may be late again in the next call, whose wait has only begun."""
+    with ranks.RankProcesses(fit_and_look, 2, tmp_path) as processes:
+        processes.wait_for("busy", 1)
+        processes.wait_for("looks", 0)
+        processes.release(1)
+        processes.wait_for("busy", 1)
+        processes.wait_for("has looked", 0)
+        processes.release(1)
+        outcomes = processes.wait()
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes[0].story()
+
+
 def test_a_stopped_process_can_continue(tmp_path: Path) -> None:
     """A process that SIGSTOP stopped and SIGCONT continued finishes, and so do the
     ranks that waited for it.

@@ -153,7 +153,9 @@ CASES = {
         (["train_batch_end-2"], ["train_batch_end-9"]),
     ),
     "a state before a step": Case(
-        lambda rank: StatefulDataLoader(Numbers(SAMPLES), 2, shuffle=True), UNBROKEN, SAVED_TWICE
+        lambda rank: StatefulDataLoader(continuing.Numbers(SAMPLES), 2, shuffle=True),
+        UNBROKEN,
+        SAVED_TWICE,
     ),
     # The points are within a step that begins after the first loader's end.
     "max_size": Case(lambda rank: short_and_long("max_size"), IN_STEP, [["train_batch_end-7"]]),

@@ -274,6 +274,27 @@ def test_a_save_after_the_training_is_finished_when_it_returns(tmp_path: Path) -
     assert torch.load(tmp_path / "ours" / "it.ckpt")["epoch"] == 1
 
 
+def save_in_vain(trainer: L.Trainer) -> None:
+    """Try to save, to a path of this rank, and handle the error."""
+    with pytest.raises(CheckpointSaveError, match="cannot save checkpoint /dev/null/0"):
+        trainer.save_checkpoint(f"/dev/null/{trainer.global_rank}")
+
+
+def steps_after_a_failed_save(kind: training.Kind, directory: Path) -> int:
+    trying = training.At("on_train_batch_end", save_in_vain)
+    trainer = checkpointing.trainer_for(
+        kind, directory, checkpointing.make_io(is_background=False), [trying], max_epochs=1
+    )
+    trainer.fit(training.Net())
+    return trainer.global_step
+
+
+def test_ranks_that_handle_a_failed_save_continue(tmp_path: Path) -> None:
+    """They continue also if each of them gives another path, of which rank 0's counts."""
+    steps = training.on_ranks("ours", steps_after_a_failed_save, tmp_path)
+    assert steps == training.on_ranks("stock", steps_after_a_failed_save, tmp_path)
+
+
 def fail_on_rank_1(trainer: L.Trainer) -> None:
     if trainer.global_rank == 1:
         raise ValueError("on purpose")

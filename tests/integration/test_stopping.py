@@ -519,11 +519,11 @@ def test_sigterm_ends_a_process_after_its_last_step(tmp_path: Path) -> None:
         assert outcome.exit_code == -signal.SIGTERM, outcome.story()
 
 
-def hold_rank_one(rank: int, world_size: int, directory: Path) -> None:
+def hold_rank_one(rank: int, world_size: int, directory: Path, deadline: int = 1) -> None:
     """Train with a short default timeout for sockets, while rank 1 is stuck in a step."""
     socket.setdefaulttimeout(0.001)
     stick = training.At(STEP_START, lambda _: ranks.hold("in step 1"), earlier=1, ranks=[1])
-    fit(rank, world_size, directory, stick, strategy={"save_deadline": 1})
+    fit(rank, world_size, directory, stick, strategy={"save_deadline": deadline})
 
 
 def test_all_end_within_the_deadline_though_a_rank_does_not_stop(tmp_path: Path) -> None:
@@ -538,3 +538,30 @@ def test_all_end_within_the_deadline_though_a_rank_does_not_stop(tmp_path: Path)
         processes.kill(1, signal.SIGCONT)
         [stuck] = processes.wait(1)
         assert stuck.exit_code != 0
+
+
+@pytest.mark.parametrize(
+    ("is_stopped", "deadline", "finding"),
+    [
+        pytest.param(False, 6, "half of save_deadline, 3 s, but rank 1 (host", id="own code"),
+        pytest.param(True, 30, "has not answered", id="SIGSTOP", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_last_step_is_saved_though_a_rank_does_not_stop(
+    is_stopped: bool, deadline: int, finding: str, tmp_path: Path
+) -> None:
+    """The rank that can raises and saves, after half of the time to stop."""
+    with ranks.RankProcesses(hold_rank_one, 2, tmp_path, deadline=deadline) as processes:
+        processes.wait_for("in step 1", rank=1)
+        if is_stopped:
+            processes.kill(1, signal.SIGSTOP)
+        processes.kill(0, signal.SIGTERM)
+        [other] = processes.wait(0)
+        assert other.exit_code == 1
+        assert "RankAbsentError" in other.output
+        assert finding in other.output
+        assert "saved step 1 to" in other.output
+        processes.kill(1, signal.SIGCONT)
+        [stuck] = processes.wait(1)
+        assert stuck.exit_code != 0
+    assert [path.name for path in tmp_path.rglob("*.ckpt")] == [STOP_CHECKPOINT]

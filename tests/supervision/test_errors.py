@@ -3,6 +3,7 @@ cause, and none waits for it.
 """
 
 import re
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -276,11 +277,11 @@ def form_again(rank: int, world_size: int, directory: Path) -> dict[str, Tensor]
     """Fit while rank 1 cannot form its group, and once more; return the weights."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(dist, "init_process_group", lambda *_, **__: model.boom())
-        with pytest.raises(model.BoomError if rank == 1 else RankFailedError):
-            model.fit(rank, world_size, directory)
+            patch.setattr(dist, "init_process_group", lambda *_, **__: boom())
+        with pytest.raises(BoomError if rank == 1 else RankFailedError):
+            fit("ours", directory, Net())
     net = Net()
-    model.fit(rank, world_size, directory, net=net, init_timeout=20)
+    fit("ours", directory, net, strategy={"init_timeout": 20})
     return weights(net)
 
 
@@ -288,6 +289,22 @@ def test_a_group_that_could_not_be_formed_is_formed_again(tmp_path: Path) -> Non
     """One rank had an error of its own, and torch has counted the attempt of the other."""
     first, second = run_ranks(form_again, 2, tmp_path)
     assert_same(first, second)
+
+
+def keeps_handlers(rank: int, world_size: int, directory: Path) -> bool:
+    """Fit once with a failure, in whose hook another one follows, and once without; return
+    whether SIGTERM has the same handler as before.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(BoomError):
+        fit("ours", directory, Net(), in_step(boom), At("on_exception", boom))
+    fit("ours", directory, Net())
+    return signal.getsignal(signal.SIGTERM) == before
+
+
+def test_the_next_fit_removes_handlers_of_one_without_a_teardown(tmp_path: Path) -> None:
+    """Lightning skips the teardown if an ``on_exception`` hook raises."""
+    assert run_ranks(keeps_handlers, 2, tmp_path) == [True, True]
 
 
 def hook_after_reconnecting(rank: int, world_size: int, directory: Path) -> bool:
