@@ -308,7 +308,7 @@ def fit_and_look(rank: int, world_size: int, directory: Path) -> None:
         training.At("on_fit_end", stay, ranks=[1]),
         training.At("on_fit_end", enter_barrier),
     ]
-    fit(rank, world_size, directory, Run(Plain(), {"callbacks": callbacks}), seconds=0.2)
+    fit(rank, world_size, directory, Run(training.Plain(), {"callbacks": callbacks}), seconds=0.2)
 
 
 def test_a_rank_that_arrives_while_it_is_looked_for_can_continue(tmp_path: Path) -> None:
