@@ -41,7 +41,9 @@ _END_TOGETHER = (
     " rank do so with trainer.strategy.reduce_boolean_decision(stop, all=False); if the ranks have"
     " different numbers of batches, use DDPExtStrategy(uneven_inputs='stop_at_shortest')"
 )
-_STEPS = 1 << 32  # numbers of stop points for the steps of an evaluation
+# Stop points outside of evaluations are multiples of this number, and the steps of an
+# evaluation are the numbers between two of them.
+_STEPS = 1 << 32
 _SECONDS_AFTER_SAVES = 3.0  # from a finished save to the exit, after the deadline
 
 
@@ -244,7 +246,7 @@ class GracefulStop:
 
     def _limit_stop(self, request: StopRequest) -> None:
         """Limit the time until the ranks stop, half of which leaves one time to save alone."""
-        self._statuses.limit_waits(self._seconds / 2)
+        self._statuses.limit_waits(self._seconds / 2, "half of save_deadline,")
         finding = f"{request}: the ranks have not stopped"
         self._forced_exit.start(
             self._seconds, status_of(request.signum), partial(self._explain_exit, finding)

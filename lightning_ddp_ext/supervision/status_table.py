@@ -21,15 +21,15 @@ for a question about a named barrier: a rank is late       that rank
 =========================================================  =============================
 
 NCCL does not raise when a collective exceeds its timeout, unlike gloo, so this thread
-then asks, as it does for named barriers. If the ranks have to stop, it also asks for a
-shorter time, with any backend.
+then asks, as it does for named barriers. After a signal it asks earlier, with any
+backend, so that time is left for another rank to save.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -64,6 +64,15 @@ _RETURNING = 1.0
 _COMPUTING = 0.01
 
 
+@dataclass(frozen=True)
+class _Limit:
+    """The longest wait for another rank, and the ``time.monotonic()`` from which it applies."""
+
+    wait: timedelta
+    name: str
+    begins_at: float = 0.0
+
+
 class StatusTable:
     """This rank's part in pushing, and on rank 0 the last status of each rank.
 
@@ -79,8 +88,7 @@ class StatusTable:
         self._cpu_seconds = 0.0  # of the main thread when it was sent
         self._question = ""  # how long which rank has waited, until rank 0 has answered
         self._overdue = ""  # the open call of which the question is, if it may end meanwhile
-        # After a signal, the longest wait, and when it begins to apply.
-        self._limit: tuple[timedelta, float] | None = None
+        self._stop_limit: _Limit | None = None  # while the ranks have to stop
         self._heard_at = 0.0  # when rank 0 last sent something, or a question began
         self._is_watched = False  # while rank 0 needs the statuses for an answer
         self._is_due = False  # ends the pause of the thread
@@ -110,17 +118,18 @@ class StatusTable:
         self._has_broken_collective = event is not None
         return event
 
-    def limit_waits(self, seconds: float) -> None:
+    def limit_waits(self, seconds: float, name: str) -> None:
         """End waits for another rank that last this long, once this time has passed.
 
-        The rank that did not come is reported, as after the timeout.
+        The rank that did not come is reported, as after the timeout. The message gives
+        the limit's ``name``.
         """
-        if self._limit is None:
-            self._limit = timedelta(seconds=seconds), time.monotonic() + seconds
+        if self._stop_limit is None:
+            self._stop_limit = _Limit(timedelta(seconds=seconds), name, time.monotonic() + seconds)
 
     def lift_limit(self) -> None:
         """End no further wait before the timeout."""
-        self._limit = None
+        self._stop_limit = None
 
     def _ask(self, question: str, overdue: str = "") -> None:
         """Have rank 0 find the rank that this one waits for, as long as ``overdue`` is open."""
@@ -132,20 +141,18 @@ class StatusTable:
             self._peers.arrived.notify_all()
 
     @property
-    def _longest_wait(self) -> timedelta:
+    def _limit(self) -> _Limit:
         """How long this rank waits for another one."""
-        timeout = self._context.groups.timeout
-        limit, begins_at = self._limit or (timeout, 0.0)
-        return min(limit, timeout) if time.monotonic() >= begins_at else timeout
+        timeout = _Limit(self._context.groups.timeout, "its timeout of")
+        stop = self._stop_limit or timeout
+        return stop if stop.wait < timeout.wait and time.monotonic() >= stop.begins_at else timeout
 
     @property
     def _waited_in_collective(self) -> str:
-        limit = self._longest_wait
-        is_timeout = limit == self._context.groups.timeout
-        name = "its timeout of" if is_timeout else "half of save_deadline,"
+        limit = self._limit
         return (
-            f"rank {self._peers.rank} has waited in a collective for {name}"
-            f" {limit.total_seconds():g} s"
+            f"rank {self._peers.rank} has waited in a collective for {limit.name}"
+            f" {limit.wait.total_seconds():g} s"
         )
 
     # This rank's thread.
@@ -213,7 +220,7 @@ class StatusTable:
             place=call_site_of(frame),
             is_in_collective=is_in_collective(frame) or is_in_backward(frame),
             groups=groups,
-            has_timed_out=has_timed_out(groups, self._longest_wait),
+            has_timed_out=has_timed_out(groups, self._limit.wait),
             has_broken_collective=self._has_broken_collective,
             calls_made=self._context.barriers.made,
             awaited=awaited,
@@ -225,31 +232,38 @@ class StatusTable:
         return replace(status, is_settled=is_settled)
 
     def _has_ended_overdue_call(self, waited: dict[str, float]) -> bool:
-        """End a wait in a named barrier or of NCCL for the timeout, or any after a signal.
+        """End a wait that is too long.
 
-        Find and report the rank that this one waits for, which aborts the call. Also end
-        a wait of NCCL for too long for a rank that left.
+        Find and report the rank that this one waits for, which aborts the call.
 
         Args:
             waited: the seconds for which this rank has waited, for each call.
         """
-        groups = self._context.groups
-        timeout = self._longest_wait.total_seconds()
         call = self._context.barriers.awaited
-        if call is not None and waited.get(str(call.number), 0.0) >= timeout:
-            self._ask(f"rank {call.rank} began {call}", overdue=str(call.number))
-            return True
+        if call is None or waited.get(str(call.number), 0.0) < self._limit.wait.total_seconds():
+            return self._has_ended_overdue_collective(waited)
+        self._ask(f"rank {call.rank} began {call}", overdue=str(call.number))
+        return True
+
+    def _has_ended_overdue_collective(self, waited: dict[str, float]) -> bool:
+        """End a wait of NCCL, or any that is too long for a stop.
+
+        With NCCL, also one for a rank that left, as no connection closes with that rank.
+        Otherwise, gloo raises by itself.
+        """
+        groups = self._context.groups
+        if not groups.uses_nccl and self._limit.wait == groups.timeout:
+            return False
         departure = self._peers.cause_or_departure
-        limit = timeout if departure is None else self._timeouts.answer
-        raises_by_itself = not groups.uses_nccl and self._longest_wait == groups.timeout
         longest = max(waited, key=waited.__getitem__, default="")
-        if raises_by_itself or waited.get(longest, 0.0) < limit:
+        limit = self._timeouts.answer if departure else self._limit.wait.total_seconds()
+        if waited.get(longest, 0.0) < limit:
             return False
         if not any(progress.pending for progress in read_progress()):
             return False
         if departure is None:
             self._ask(self._waited_in_collective, overdue=longest)
-        else:  # NCCL has no connection that closes with that rank
+        else:
             left = self._peers.table[departure.rank]
             self._peers.report(event_of("absent", left, str(departure.to_error())))
         return True

@@ -163,11 +163,12 @@ class Outcome:
     @property
     def failed_at(self) -> float:
         """The time of the failure; a kill counts as the earliest, because no other
-        failure causes it, and success as the latest.
+        failure causes it, and an end without an error as the latest.
         """
         if self.error is not None:
             return self.error.at
-        return 0.0 if self.exit_code else math.inf
+        is_killed = self.exit_code is not None and self.exit_code < 0
+        return 0.0 if is_killed else math.inf
 
     def story(self) -> str:
         """Return a text for a failing test: one line about the end, the traceback unless

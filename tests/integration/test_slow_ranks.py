@@ -24,7 +24,7 @@ from lightning_ddp_ext.integration.callbacks.slow_ranks import in_words, slow_pa
 from tests.harness import training
 from tests.harness.training import At, Batch, Kind, Net, on_ranks
 
-SECONDS = 0.03  # that a slow rank takes longer, far more than a step of the model
+SECONDS = 0.05  # that a slow rank takes longer, far more than a step of the model
 EVERY = 10  # batches between comparisons
 # Rank 1 is slow at each part for this many batches, and then as fast as rank 0.
 BATCHES = 30

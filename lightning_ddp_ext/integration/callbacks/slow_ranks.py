@@ -16,6 +16,7 @@ from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rank_logger import rank_logger
 
+from ..private.compat import batches_that_stepped_of
 from ..private.ddp_times import MeasuredStep, has_timers
 from ..private.lightning_tree import pl, rank_zero_warn
 from ..strategy_ranks import ranks_of
@@ -150,8 +151,9 @@ class SlowRanks(pl.Callback):
             return
         self.report = report
         if trainer.is_global_zero:
+            step = batches_that_stepped_of(trainer.fit_loop.epoch_loop)
             for logger in trainer.loggers:
-                logger.log_metrics(_metrics(report), step=trainer.global_step)
+                logger.log_metrics(_metrics(report), step=step)
             self._history.append(slow_parts(report, self.ratio))
             self._name_slow_ranks()
 
