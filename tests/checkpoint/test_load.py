@@ -178,16 +178,6 @@ def test_no_changed_byte_gives_other_content(path_of_small_file: Path) -> None:
     assert refused > len(positions) / 2, "less than half of the file is padding"
 
 
-def test_a_truncated_file_is_refused_at_any_length(path_of_small_file: Path) -> None:
-    """The file counts as damaged, no matter how much of its end is missing."""
-    copy = path_of_small_file.with_name("short.ckpt")
-    shutil.copy(path_of_small_file, copy)
-    for size in reversed(range(path_of_small_file.stat().st_size)):
-        os.truncate(copy, size)
-        with pytest.raises(DamagedCheckpointError, match=r"short\.ckpt"):
-            restored(copy)
-
-
 def test_a_file_that_is_replaced_while_it_is_read_gives_its_old_content(
     path_of_small_file: Path,
 ) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from tests.gpu.conftest import (
     ALONE,
@@ -33,16 +32,12 @@ from tests.integration import checkpointing, continuing, early_ends
 ON_ANY_DEVICE = {"accelerator": "auto", "devices": "auto"}  # the strategy names them
 
 
-def shuffled_numbers() -> DataLoader[Any]:
-    return DataLoader(continuing.Numbers(16), batch_size=2, shuffle=True)
-
-
 def resume_with_dropout(
     rank: int, world_size: int, placement: Placement, directory: Path
 ) -> dict[str, str]:
     """Return how a run that is resumed after its third step differs from a whole one."""
     run = continuing.Training(
-        shuffled_numbers, directory, world_size, ON_ANY_DEVICE, placement.options
+        continuing.shuffled(16), directory, world_size, ON_ANY_DEVICE, placement.options
     )
     return continuing.generations(run, ["train_batch_end-3"])
 

@@ -32,7 +32,7 @@ from torchmetrics.classification import (
 )
 from torchmetrics.wrappers import ClasswiseWrapper
 
-from lightning_ddp_ext import ExactDistributedSampler, RankAbsentError, RankFailedError
+from lightning_ddp_ext import ExactDistributedSampler, RankFailedError
 from tests.harness.ranks import run_ranks
 from tests.harness.training import (
     Kind,
@@ -458,10 +458,10 @@ def test_ranks_that_have_other_numbers_of_batches(tmp_path: Path) -> None:
 
 
 def evaluate_one_sample(
-    rank: int, world_size: int, directory: Path, make: Callable[[int, int, int], DataLoader[Any]]
+    rank: int, world_size: int, directory: Path
 ) -> tuple[type[BaseException], str]:
     """Evaluate data of which only rank 0 has a sample; return the error's type and text."""
-    only_on_rank_0 = make(1, rank, world_size)
+    only_on_rank_0 = sampled(1, rank, world_size)
     trainer = undivided_trainer(world_size, directory)
     with pytest.raises((RankFailedError, RuntimeError)) as caught:
         trainer.validate(Scorer(), only_on_rank_0, verbose=False)
@@ -470,21 +470,11 @@ def evaluate_one_sample(
 
 def test_a_rank_whose_loader_has_no_batch_ends_the_evaluation(tmp_path: Path) -> None:
     """This rank raises stock's error; the other one names it with this cause."""
-    (kind, message), (kind_on_rank_1, _) = run_ranks(evaluate_one_sample, 2, tmp_path, sampled)
+    (kind, message), (kind_on_rank_1, _) = run_ranks(evaluate_one_sample, 2, tmp_path)
     assert kind is RankFailedError
     assert message.startswith("rank 1 (host ")
     assert "Please make sure that it returns at least 1 batch" in message
     assert kind_on_rank_1 is RuntimeError
-
-
-@pytest.mark.nightly  # the other rank waits for it
-def test_a_rank_whose_stream_yields_no_batch_ends_the_evaluation(tmp_path: Path) -> None:
-    """Every rank's error names the ranks and the remedy."""
-    first, second = run_ranks(evaluate_one_sample, 2, tmp_path, streamed)
-    assert first == second
-    kind, message = first
-    assert kind is RankAbsentError
-    assert "if the ranks have different numbers of batches, use" in message
 
 
 # Samples that cannot or must not count once.

@@ -3,7 +3,6 @@ draw: loaders with a state of their own or of several lengths, several failures,
 after ``fit``, and checkpoints that do not say where their epoch continues.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
@@ -29,6 +28,7 @@ from tests.harness.training import (
     on_both,
     on_ranks,
     signalled,
+    warnings_with,
 )
 from tests.integration import continuing
 
@@ -293,6 +293,7 @@ def test_a_finished_run_continues_where_training_was(tmp_path: Path) -> None:
 
 # Lightning's own way to resume.
 
+LEFT = "ended before the epoch ended"  # in Lightning's warning of a resume within an epoch
 MIDDLE = "train_batch_end-2"  # of the first epoch
 FIRST_EPOCH_END = "train_epoch_end-4"
 
@@ -307,43 +308,33 @@ def save_two(kind: Kind, directory: Path) -> list[str]:
     return [*training_of(kind, directory).run(MIDDLE, FIRST_EPOCH_END).saved.values()]
 
 
-def resume_as_stock(kind: Kind, directory: Path, paths: list[str]) -> list[continuing.Run]:
+def resume_as_stock(
+    kind: Kind, directory: Path, paths: list[str]
+) -> tuple[list[continuing.Run], int]:
+    """Resume, after an exact resume with ours; return the runs, and the number of Lightning's
+    warnings that an epoch was left.
+    """
     training = training_of(kind, directory)
-    if kind == "ours":
-        training.strategy = {"resume_data": "stock"}
-    return [training.run(ckpt_path=path) for path in paths]
+    with warnings_with(LEFT) as shown:
+        if kind == "ours":
+            training.run(ckpt_path=paths[0])
+            training.strategy = {"resume_data": "stock"}
+        runs = [training.run(ckpt_path=path) for path in paths]
+    return runs, len(shown)
 
 
 def test_data_and_random_numbers_can_be_left_to_stock(tmp_path: Path) -> None:
-    """With ``resume_data="stock"``, batches and weights are those of stock's resume."""
+    """With ``resume_data="stock"``, batches and weights are those of stock's resume.
+
+    Rank 0 shows Lightning's warning, which is hidden only where an epoch continues.
+    """
     paths, _ = on_ranks("ours", save_two, tmp_path)
     ours, stock = on_both(resume_as_stock, tmp_path, paths)
-    for own_runs, stock_runs in zip(ours, stock, strict=True):
+    for (own_runs, own_shown), (stock_runs, shown) in zip(ours, stock, strict=True):
         assert [run.steps for run in own_runs] == [run.steps for run in stock_runs]
         assert_same([run.weights for run in own_runs], [run.weights for run in stock_runs])
-
-
-def count_lightnings_warnings(rank: int, world_size: int, directory: Path) -> dict[str, int]:
-    """Return how often Lightning warns of a resume within an epoch, by ``resume_data``."""
-    training = training_of("ours", directory)
-    path = training.run(MIDDLE).saved[MIDDLE]
-    filters = list(warnings.filters)
-    counts = {}
-    for resume_data in ("exact", "stock"):
-        training.strategy = {"resume_data": resume_data}
-        with warnings.catch_warnings(record=True) as caught:
-            training.run(ckpt_path=path)
-            assert warnings.filters == filters
-        texts = [str(warning.message) for warning in caught]
-        counts[resume_data] = sum("ended before the epoch ended" in text for text in texts)
-    return counts
-
-
-def test_lightnings_warning_is_hidden_only_where_an_epoch_continues(tmp_path: Path) -> None:
-    """A later run that resumes as stock shows it, on rank 0."""
-    first, second = run_ranks(count_lightnings_warnings, 2, tmp_path)
-    assert first == {"exact": 0, "stock": 1}
-    assert second == {"exact": 0, "stock": 0}
+        assert own_shown == shown
+    assert ours[0][1] == 1
 
 
 # Checkpoints without a data position of this release.

@@ -70,15 +70,20 @@ class SlowNet(Net):
 
 def measure(
     kind: Kind, directory: Path, net: dict[str, bool], options: dict[str, Any]
-) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the lines that a rank logs about slow ranks, and its report."""
+) -> tuple[list[str], list[dict[str, Any]], list[str]]:
+    """Return the lines that a rank logs about slow ranks, its report, and the names of the
+    figures that its logger has.
+    """
     handler = BufferingHandler(capacity=1000)
     logging.getLogger("lightning_ddp_ext").addHandler(handler)
     callback = SlowRanks(every_n_steps=EVERY, ratio=4)  # tests may disturb each other
-    options = {"max_epochs": 1, "limit_val_batches": 0, **options}
-    training.fit(kind, directory, SlowNet(**net), callback, **options)
+    logger = CSVLogger(directory)
+    options = {"max_epochs": 1, "limit_val_batches": 0, "logger": logger, **options}
+    trainer = training.fit(kind, directory, SlowNet(**net), callback, **options)
     lines = [record.getMessage() for record in handler.buffer]
-    return [line for line in lines if "slow" in line], callback.report
+    names = logger.experiment.metrics_keys if trainer.is_global_zero else []
+    figures = sorted(name for name in names if name.startswith("slow_ranks/"))
+    return [line for line in lines if "slow" in line], callback.report, figures
 
 
 @pytest.mark.parametrize(
@@ -95,9 +100,12 @@ def measure(
 def test_a_slow_rank_is_named_once_for_each_part(
     kind: Kind, net: dict[str, bool], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Rank 0 logs a line when the part changes, and one when the rank is as fast again."""
+    """Rank 0 logs a line when the part changes, and one when the rank is as fast again.
+
+    Its loggers get the times: of each part the longest, its rank, and the median.
+    """
     net = {"is_manual": False, "logs": True, **net}
-    (lines, report), on_rank_1 = on_ranks(kind, measure, tmp_path, net, options)
+    (lines, report, figures), on_rank_1 = on_ranks(kind, measure, tmp_path, net, options)
     *named, over = lines
     assert len(named) == len(PARTS), named
     for line, part in zip(named, PARTS, strict=True):
@@ -107,28 +115,11 @@ def test_a_slow_rank_is_named_once_for_each_part(
             line,
         )
     assert re.fullmatch(r"rank 1 is no longer slow; it was slow in \d+ of \d+ comparisons", over)
-    assert on_rank_1 == ([], report)
+    assert on_rank_1 == ([], report, [])
     assert [row["rank"] for row in report] == [0, 1]
-
-
-def log_times(kind: Kind, directory: Path) -> list[str]:
-    """Train with a logger, and return the names of the figures that it has."""
-    logger = CSVLogger(directory)
-    callback = SlowRanks(every_n_steps=EVERY)
-    net = SlowNet(is_manual=False, logs=False)
-    options = {"max_epochs": 1, "limit_train_batches": EVERY, "limit_val_batches": 0}
-    training.fit(kind, directory, net, callback, logger=logger, **options)
-    names = [] if net.global_rank else logger.experiment.metrics_keys
-    return sorted(name for name in names if name.startswith("slow_ranks/"))
-
-
-def test_the_times_go_to_the_loggers(tmp_path: Path) -> None:
-    """Of each part: the longest, its rank, and the median."""
-    (names, nothing) = on_ranks("ours", log_times, tmp_path)
-    assert nothing == []
     parts = ("backward", "data", "forward", "waiting")
     ends = ("ms_max", "ms_median", "rank")
-    assert names == [f"slow_ranks/{part}_{end}" for part in parts for end in ends]
+    assert figures == [f"slow_ranks/{part}_{end}" for part in parts for end in ends]
 
 
 def fit_twice(kind: Kind, directory: Path) -> list[dict[str, Any]]:

@@ -70,21 +70,21 @@ def beside_stream(rank: int, world_size: int, loader: Loaders) -> list[Any]:
     return [loader(rank, world_size), continuing.stream(4)(rank, world_size)]
 
 
-def beside_short_stream(rank: int, world_size: int) -> list[Any]:
-    """Return a loader of four batches, and a stream of one batch with a state."""
-    stream = StatefulDataLoader(continuing.Stream(2, rank), batch_size=2)
-    return [divided_by_strategy(rank, world_size), stream]
-
-
-def beside_long_stream(rank: int, world_size: int) -> list[Any]:
-    """Return a loader of one batch, and a stream of four batches with a state."""
-    stream = StatefulDataLoader(continuing.Stream(8, rank), batch_size=2)
-    return [divided_by_strategy(rank, world_size, samples=4), stream]
+def beside_stateful_stream(rank: int, world_size: int, samples: int, streamed: int) -> list[Any]:
+    """Return a loader of so many samples, and a stream with a state."""
+    stream = StatefulDataLoader(continuing.Stream(streamed, rank), batch_size=2)
+    return [divided_by_strategy(rank, world_size, samples), stream]
 
 
 def two_loaders(rank: int, world_size: int) -> CombinedLoader:
     loaders = [divided_by_strategy(rank, world_size, samples) for samples in (SAMPLES, 24)]
     return CombinedLoader(loaders, "max_size_cycle")
+
+
+def uneven_loaders(rank: int, world_size: int) -> list[Any]:
+    """Return loaders of four batches, and of one on rank 0 and three on rank 1."""
+    lengths = (8, 2 + 4 * rank)
+    return [divided_by_strategy(rank, world_size, samples) for samples in lengths]
 
 
 class ByTheClock:
@@ -123,7 +123,7 @@ class Change(NamedTuple):
     Attributes:
         reason: a part of the warning.
         ranks: the number of ranks that resume.
-        options: of the Trainer.
+        options: see ``training_on``.
     """
 
     before: Loaders
@@ -149,8 +149,12 @@ CHANGES = {
     "a stream beside a loader with a state": same(
         partial(beside_stream, loader=stateful), UNKNOWN_ORDER
     ),
-    "a stream that has begun again": same(beside_short_stream, "has begun again"),
-    "a loader that has begun again beside a stream": same(beside_long_stream, "has begun again"),
+    "a stream that has begun again": same(
+        partial(beside_stateful_stream, samples=SAMPLES, streamed=2), "has begun again"
+    ),
+    "a loader that has begun again beside a stream": same(
+        partial(beside_stateful_stream, samples=4, streamed=8), "has begun again"
+    ),
     "workers that yield the first batch that is ready": same(
         partial(divided_by_strategy, in_order=False, **continuing.workers(2)), UNKNOWN_ORDER
     ),
@@ -187,6 +191,19 @@ CHANGES = {
     "another number of ranks for a loader with a state": Change(
         stateful, stateful, "another number of ranks", ranks=1
     ),
+    # Of the 7 samples that are left, rank 0 would have 3 in two batches, and the others 2 in
+    # one batch.
+    "an epoch that would be uneven on more ranks": Change(
+        exact, exact, "another number of ranks", ranks=3
+    ),
+    # The shorter of two loaders has begun again, and each rank has another number of batches
+    # of it than it knows.
+    "uneven loaders": Change(
+        uneven_loaders,
+        uneven_loaders,
+        "has begun again",
+        options={"strategy": {"uneven_inputs": "stop_at_shortest"}, **UNDIVIDED},
+    ),
     "another number of ranks for the user's sampler": Change(
         divided_by_user,
         divided_by_user,
@@ -200,9 +217,15 @@ CHANGES = {
 def training_on(
     rank: int, world_size: int, directory: Path, loaders: Loaders, **options: Any
 ) -> continuing.Training:
-    """Return two epochs of training, whose weights draw no random numbers."""
+    """Return two epochs of training, whose weights draw no random numbers.
+
+    The options are the Trainer's; ``strategy`` holds those of the strategy.
+    """
+    strategy = options.pop("strategy", {})
     options = {"max_epochs": 2, "model": continuing.WITHOUT_DROPOUT, **options}
-    return continuing.Training(lambda: loaders(rank, world_size), directory, world_size, options)
+    return continuing.Training(
+        lambda: loaders(rank, world_size), directory, world_size, options, strategy
+    )
 
 
 def save_at(
@@ -251,51 +274,15 @@ def test_an_epoch_that_cannot_continue_starts_again(name: str, tmp_path: Path) -
         assert resumed.run.counts.optimiser_steps == 6 + len(second_epoch)
 
 
-def test_an_epoch_that_would_be_uneven_on_more_ranks_starts_again(tmp_path: Path) -> None:
-    """All ranks train on all its batches, and rank 0 warns."""
-    # After two of four steps of epoch 1, 8 samples are read.
-    path, _ = run_ranks(save_at, 2, tmp_path, exact, LATER)
-    first, *others = run_ranks(resume_from, 3, tmp_path, exact, path, env=by_hand_env(3))
-    [warning] = first.warned
-    # Of the 7 samples that are left, rank 0 would have 3 in two batches, and the others 2
-    # in one batch.
-    assert "another number of ranks" in warning
-    assert [len(resumed.run.steps) for resumed in (first, *others)] == [3, 3, 3]
-
-
-def resume_uneven_loaders(rank: int, world_size: int, directory: Path) -> Resumed:
-    """Resume where the shorter one of two loaders has begun again, after two batches on both
-    ranks.
-    """
-
-    def loaders(rank: int, world_size: int) -> list[Any]:
-        lengths = (SAMPLES, 4 * (1 + rank))
-        return [divided_by_strategy(rank, world_size, samples) for samples in lengths]
-
-    training = training_on(rank, world_size, directory, loaders, max_epochs=1, **UNDIVIDED)
-    training.strategy = {"uneven_inputs": "stop_at_shortest"}
-    path = training.run("train_batch_end-3").saved["train_batch_end-3"]
-    return continuing.resume(training, path)
-
-
-def test_an_epoch_of_uneven_loaders_of_which_one_began_again_starts_again(tmp_path: Path) -> None:
-    """Each rank has another number of batches of it than it knows."""
-    first, second = run_ranks(resume_uneven_loaders, 2, tmp_path)
-    [warning] = first.warned
-    assert "has begun again" in warning
-    assert [len(resumed.run.steps) for resumed in (first, second)] == [8, 8]
-
-
 # Checkpoints that one rank saved alone, because another one was killed.
 
 
 def train_to_kill(rank: int, world_size: int, directory: Path, loaders: Loaders) -> None:
     """Train until rank 1 is killed in its third step, after which rank 0 saves alone."""
     kill = Kill("on_after_backward", earlier=2)
-    options = {"callbacks": [kill.callback()], "max_epochs": 1, **UNDIVIDED}
-    training = training_on(rank, world_size, directory, loaders, **options)
-    training.strategy = {"stop_checkpoint": str(directory / "alone.ckpt")}
-    training.run()
+    strategy = {"stop_checkpoint": str(directory / "alone.ckpt")}
+    options = {"callbacks": [kill.callback()], "max_epochs": 1, "strategy": strategy, **UNDIVIDED}
+    training_on(rank, world_size, directory, loaders, **options).run()
 
 
 @pytest.mark.parametrize(

@@ -29,22 +29,7 @@ from tests.harness.ranks import free_port, run_ranks
 # Manual optimisation, as Lightning's documentation shows it.
 
 
-class ByHand(training.Net):
-    """Steps an optimiser by hand."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: training.Batch, index: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-        optimizer.step()
-        self.log("loss", loss, prog_bar=True, sync_dist=True)
-
-
-class Accumulates(ByHand):
+class Accumulates(training.ByHand):
     """Steps after every second batch, and the scheduler at the end of the epoch."""
 
     def training_step(self, batch: training.Batch, index: int) -> None:
@@ -57,7 +42,7 @@ class Accumulates(ByHand):
             self.lr_schedulers().step()
 
 
-class WithClosure(ByHand):
+class WithClosure(training.ByHand):
     """Passes a closure to an optimiser that calls it several times."""
 
     def training_step(self, batch: training.Batch, index: int) -> None:
@@ -91,7 +76,6 @@ SHORT = {"max_epochs": 1}
 CASES = {
     "accumulation": Case(trainer={"accumulate_grad_batches": 3}),
     "bf16-mixed": Case(trainer={"precision": "bf16-mixed", **SHORT}),
-    "clipping by hand": Case(ByHand, SHORT),
     "manual accumulation in a static graph": Case(Accumulates, strategy={"static_graph": True}),
     "a closure": Case(WithClosure, SHORT, {"find_unused_parameters": True}),
     "bucket views": Case(
