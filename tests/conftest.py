@@ -14,10 +14,9 @@ import subprocess
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import hypothesis
 import psutil
@@ -42,7 +41,7 @@ _MARKED_FOLDERS = ("field", "gpu", "programs")
 _SECONDS_TO_EXIT = 60.0  # an interpreter with torch needs some to exit, on a busy core
 # Set by pytest for each test, and by libraries once when they are imported or first
 # used.
-_HARMLESS_VARIABLES = {
+_HARMLESS = {
     "PYTEST_CURRENT_TEST",
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
@@ -117,55 +116,41 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 class Snapshot:
-    """The state before a test; afterwards ``leaks`` lists additions, and undoes them
-    where that is safe.
-    """
+    """The state before a test; afterwards ``leaks`` lists what has changed."""
 
     def __init__(self) -> None:
         self._directory = Path.cwd()
-        self._environment = dict(os.environ)
-        self._known = {*_threads(), *_processes(), *_files(self._directory)}
+        self._processes = _processes()
+        self._threads = _threads()
+        self._lines = self._now()
+
+    def _now(self) -> set[str]:
+        """Return a line for each variable, file and process group, and for the directory."""
+        variables = os.environ.items()
+        return {
+            f"working directory {Path.cwd()}",
+            f"initialised process group: {dist.is_initialized()}",
+            *(f"file {path}" for path in _files(self._directory)),
+            *(f"variable {name}={value!r}" for name, value in variables if name not in _HARMLESS),
+        }
 
     def leaks(self) -> list[str]:
-        """Return one line for each leak; threads and processes have some time to exit."""
-        for thread in self._new(_threads()):
+        """Return one line for each leak; threads and processes have some time to exit.
+
+        Processes that are left are killed.
+        """
+        threads = [thread for thread in _threads() if thread not in self._threads]
+        for thread in threads:
             thread.join(_SECONDS_TO_EXIT)
-        processes = wait_until_exited(lambda: self._new(_processes()), _SECONDS_TO_EXIT)
-        lines = [
-            *self._changed_directory(),
-            *self._changed_variables(),
-            *(f"thread {thread.name}" for thread in self._new(_threads())),
-            *map(name_of, processes),
-            *_process_group(),
-            *(f"file {path}" for path in sorted(self._new(_files(self._directory)))),
-        ]
+        processes = wait_until_exited(
+            lambda: [each for each in _processes() if each not in self._processes],
+            _SECONDS_TO_EXIT,
+        )
+        names = [*map(name_of, processes), *(each.name for each in threads if each.is_alive())]
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(processes, _SECONDS_TO_EXIT)
-        return lines
-
-    def _new(self, things: Iterable[Any]) -> list[Any]:
-        return [thing for thing in things if thing not in self._known]
-
-    def _changed_directory(self) -> list[str]:
-        now = Path.cwd()
-        if now == self._directory:
-            return []
-        os.chdir(self._directory)
-        return [f"working directory {now} (was {self._directory})"]
-
-    def _changed_variables(self) -> list[str]:
-        changes = self._environment.items() ^ os.environ.items()
-        names = sorted({name for name, _ in changes} - _HARMLESS_VARIABLES)
-        now = dict(os.environ)
-        for name in names:
-            os.environ.pop(name, None)
-        os.environ |= {name: self._environment[name] for name in names if name in self._environment}
-        return [
-            f"environment variable {name}={now.get(name)!r} (was {self._environment.get(name)!r})"
-            for name in names
-        ]
+        return [*names, *sorted(self._now() ^ self._lines)]
 
 
 def _threads() -> list[threading.Thread]:
@@ -212,15 +197,6 @@ def _processes() -> list[psutil.Process]:
             if process.status() != psutil.STATUS_ZOMBIE:
                 running.append(process)
     return running
-
-
-def _process_group() -> list[str]:
-    """Destroy a process group that is open, and return a line for it."""
-    if not dist.is_initialized():
-        return []
-    line = f"process group {dist.get_backend()} of {dist.get_world_size()} ranks"
-    dist.destroy_process_group()
-    return [line]
 
 
 @pytest.fixture(autouse=True)
