@@ -98,7 +98,7 @@ def test_modules_of_plain_values_import_no_library(name: str) -> None:
 
 def test_windows_is_refused_in_a_sentence() -> None:
     """The import fails before it reaches a module that Windows lacks."""
-    windows = "import sys; sys.platform = 'win32'; sys.modules['fcntl'] = None"
+    windows = "import importlib.metadata, sys; sys.platform = 'win32'; sys.modules['fcntl'] = None"
     code = f"{windows}; import lightning_ddp_ext"
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False

@@ -27,7 +27,7 @@ from tests.harness.training import At, Batch, Kind, Net, on_ranks
 SECONDS = 0.05  # that a slow rank takes longer, far more than a step of the model
 EVERY = 10  # batches between comparisons
 # Rank 1 is slow at each part for this many batches, and then as fast as rank 0.
-BATCHES = 30
+BATCHES = 40
 PARTS = ("data", "forward", "backward")
 
 
