@@ -52,9 +52,19 @@ def _wait_at_end(context: ProcessContext, what: str) -> None:
 
     The error of the work is raised even then.
     """
-    kind = what.partition(" ")[0]  # the rest is a path, which may differ by rank
     with suppress(RankFailedError):
-        context.barriers.enter(f"the end of {what}", name=f"the end of {kind}")
+        context.barriers.enter(f"the end of {what}", name=f"the end of {kind_of(what)}")
+
+
+def kind_of(work: str) -> str:
+    """Return the name of work that all ranks have in common.
+
+    A path may follow it, which may differ by rank.
+
+    >>> kind_of("saving last.ckpt")
+    'saving'
+    """
+    return work.partition(" ")[0]
 
 
 def may_have_partial_sums(strategy: pl.strategies.Strategy) -> bool:

@@ -32,7 +32,7 @@ from lightning_ddp_ext.supervision.stacks import call_site
 from ..private.compat import trainer_of
 from ..private.lightning_tree import TrainerStatus, fabric, pl, rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
-from ..strategy_ranks import may_have_partial_sums, ranks_of
+from ..strategy_ranks import kind_of, may_have_partial_sums, ranks_of
 from .checkpoint_io import RankZeroCheckpointIO
 from .kept_weights import may_be_kept
 
@@ -265,8 +265,7 @@ class Checkpoints:
         context = current()
         try:
             if context is not None and self._ranks.world_size > 1:
-                name = what.partition(" ")[0]  # the rest is a path, which may differ by rank
-                context.barriers.enter(what, call_site(), name=name)
+                context.barriers.enter(what, call_site(), name=kind_of(what))
             yield
         except (DDPExtError, OSError):
             raise
