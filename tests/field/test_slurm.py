@@ -8,6 +8,7 @@ both nodes are 127.0.0.1; the machine's file does not change. On Debian, install
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -32,6 +33,7 @@ PATH = os.environ.get("PATH", os.defpath)
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "unshare")
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_TO_START = 120.0
+LIGHTNINGS_FIRST_PORT = 15_000  # of job 0; it uses the last four digits
 SECONDS_TO_EXIT = 300.0  # of a job, with one requeue, on a busy machine
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"}
 CONFIGURATION = """\
@@ -86,6 +88,18 @@ def path_of(program: str) -> str | None:
     return shutil.which(program, path=f"{PATH}:/usr/sbin:/sbin")
 
 
+def reserve_jobs() -> socket.socket:
+    """Reserve 100 numbers of jobs, which no other SLURM on this machine has.
+
+    Lightning makes a job's port of its number, and with the port of another SLURM's job a
+    task would join that one. Who has bound the port of the number before the hundred has them.
+    """
+    for number in range(0, 10_000, 100):
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", LIGHTNINGS_FIRST_PORT + number))
+    pytest.fail("other programs use the ports of all jobs")
+
+
 class End(NamedTuple):
     """How a job ended: its final state, and how often it was requeued before."""
 
@@ -100,6 +114,7 @@ class Slurm:
         self._root = root
         self._configuration = root / "slurm.conf"
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._reserved = reserve_jobs()
 
     def start(self) -> None:
         self._configure()
@@ -111,9 +126,7 @@ class Slurm:
             (self._root / name).mkdir()
         host = socket.gethostname().partition(".")[0]
         ports = [free_port() for _ in range(3)]
-        # Lightning makes a port of the job's number, which another SLURM on this machine
-        # must not use as well.
-        first_job = 1 + 100 * secrets.randbelow(99)
+        first_job = self._reserved.getsockname()[1] - LIGHTNINGS_FIRST_PORT + 1
         self._configuration.write_text(
             CONFIGURATION.format(host=host, root=self._root, ports=ports, first_job=first_job)
         )
@@ -157,6 +170,7 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        self._reserved.close()
 
     def _start(self, program: str, *words: object) -> None:
         """Start a daemon, which outlives the test that needs it first."""
