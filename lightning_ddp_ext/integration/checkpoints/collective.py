@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.load import MapLocation
@@ -106,42 +107,40 @@ class Checkpoints:
             Exception: the error of rank 0's save, on every rank.
         """
         if may_have_partial_sums(self._strategy):
-            refusal = (
-                f"cannot save checkpoint {os.fspath(path)}: NCCL was aborted after a failure, and a"
-                " queued optimiser step may have used the gradients of only some ranks; an existing"
-                " file is left untouched, so continue from the last checkpoint"
-            )
-            if not self.is_handling_exception:
-                raise CheckpointSaveError(refusal, path=path)
-            rank_zero_warn(refusal)  # the user already sees another error
+            self._refuse_to_save(path)
             return
-        is_written = False
-
-        def write() -> list[dict[str, Any]]:
-            nonlocal is_written
-            records = self._write(checkpoint, path, storage_options)
-            is_written = True
-            return records
-
-        def save_alone() -> None:
-            add_states(is_alone=True)
-            if self._strategy.is_global_zero:
-                write()
-
+        write = partial(self._write, checkpoint, path, storage_options)
         if self._is_alone:
-            save_alone()
+            self._save_alone(write, add_states)
             return
         try:
             add_states(is_alone=False)
             records = self.on_rank_zero(write, f"saving {os.fspath(path)}")
         except RankFailedError:
             # As with stock, the file of `if trainer.is_global_zero:` after a fit is not lost.
-            if self._is_alone and not is_written:
-                save_alone()
+            if self._is_alone:
+                self._save_alone(write, add_states)
             raise
         if not self._strategy.is_global_zero:
             for callback, record in zip(self._callbacks, records, strict=True):
                 vars(callback).update(record)
+
+    def _save_alone(self, write: Callable[[], object], add_states: Callable[..., object]) -> None:
+        """Write a checkpoint if this is rank 0; the other ranks may not make this call."""
+        add_states(is_alone=True)
+        if self._strategy.is_global_zero:
+            write()
+
+    def _refuse_to_save(self, path: PathOrUrl) -> None:
+        """Raise that the weights may be wrong, or warn if the user already sees an error."""
+        refusal = (
+            f"cannot save checkpoint {os.fspath(path)}: NCCL was aborted after a failure, and a"
+            " queued optimiser step may have used the gradients of only some ranks; an existing"
+            " file is left untouched, so continue from the last checkpoint"
+        )
+        if not self.is_handling_exception:
+            raise CheckpointSaveError(refusal, path=path)
+        rank_zero_warn(refusal)
 
     @property
     def _callbacks(self) -> list[pl.callbacks.ModelCheckpoint]:
