@@ -161,13 +161,6 @@ def test_an_epoch_that_will_end_early_can_be_resumed_in_its_middle(
 # Data that differ, or are the same.
 
 
-class Sized(continuing.Stream):
-    """A stream with a length."""
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-
 def other_lengths(rank: int) -> DataLoader[Any]:
     return DataLoader(continuing.Numbers(3 if rank == 0 else 4))
 
@@ -181,13 +174,10 @@ def part_of_ten(rank: int) -> DataLoader[Any]:
     return DataLoader(Subset(continuing.Numbers(10), range(10)[rank::3]))
 
 
-def sampler_on_rank_one(rank: int) -> DataLoader[Any]:
-    sampler = ScalableDistributedSampler(range(8))
-    return (
-        DataLoader(continuing.Numbers(8), sampler=sampler)
-        if rank == 1
-        else DataLoader(Sized(4, rank))
-    )
+def own_seed(rank: int) -> DataLoader[Any]:
+    """Return a loader with an order that only this rank draws."""
+    numbers = continuing.Numbers(9)
+    return DataLoader(numbers, sampler=ScalableDistributedSampler(numbers, seed=rank % 2))
 
 
 def train(
@@ -238,19 +228,21 @@ DIFFERENCES = {
         part_of_ten,
         options={"use_distributed_sampler": True},
         message=(
-            "the ranks cannot share out the samples of Subset, because the length differs (4 on"
-            " rank 0, 3 on ranks 1, 2); create the same dataset and sampler on every rank, or pass"
-            " Trainer(use_distributed_sampler=False) if each rank has different data"
+            "the ranks cannot share out the samples, because their samplers differ"
+            " ([{'kind': 'TorchOrderSampler', 'version': 1, 'length': 4, 'seed': 7, 'shuffle': False,"
+            " 'uneven': 'pad'}] on rank 0, [{'kind': 'TorchOrderSampler', 'version': 1, 'length': 3,"
+            " 'seed': 7, 'shuffle': False, 'uneven': 'pad'}] on ranks 1, 2); create the same dataset"
+            " and sampler on every rank, or pass Trainer(use_distributed_sampler=False) if each rank"
+            " has different data"
         ),
     ),
-    "a sampler on one rank": Difference(
-        sampler_on_rank_one,
-        options={"use_distributed_sampler": True},
-        # Each rank names its own dataset before this.
+    "seeds": Difference(
+        own_seed,
+        options={},
         message=(
-            ", because the kind differs (scalable on rank 1, None on ranks 0, 2); create the same"
-            " dataset and sampler on every rank, or pass Trainer(use_distributed_sampler=False) if"
-            " each rank has different data"
+            " 'length': 9, 'seed': 0, 'shuffle': True, 'uneven': 'pad'}] on ranks 0, 2); create the"
+            " same dataset and sampler on every rank, or pass"
+            " Trainer(use_distributed_sampler=False) if each rank has different data"
         ),
     ),
 }
