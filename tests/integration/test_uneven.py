@@ -229,9 +229,9 @@ DIFFERENCES = {
         options={"use_distributed_sampler": True},
         message=(
             "the ranks cannot share out the samples, because their samplers differ"
-            " ([{'kind': 'TorchOrderSampler', 'version': 1, 'length': 4, 'seed': 7, 'shuffle': False,"
+            " ([{'kind': 'TorchOrderSampler', 'version': 1, 'length': 4, 'seed': 7, 'shuffle': True,"
             " 'uneven': 'pad'}] on rank 0, [{'kind': 'TorchOrderSampler', 'version': 1, 'length': 3,"
-            " 'seed': 7, 'shuffle': False, 'uneven': 'pad'}] on ranks 1, 2); create the same dataset"
+            " 'seed': 7, 'shuffle': True, 'uneven': 'pad'}] on ranks 1, 2); create the same dataset"
             " and sampler on every rank, or pass Trainer(use_distributed_sampler=False) if each rank"
             " has different data"
         ),

@@ -114,7 +114,7 @@ class Resume:
 
     def _reset(self) -> None:
         self.is_training = False
-        self._saved: SavedPlace | None = None  # until the resumed epoch ends
+        self._saved: SavedPlace | None = None  # tells the phase, see above
         self._before_validation: list[Any] | None = None
 
     @property
