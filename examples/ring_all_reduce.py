@@ -100,23 +100,30 @@ class Regression(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def train(strategy: ddpx.DDPExtStrategy) -> Regression:
+class AveragesInRing(L.Callback):
+    """Registers the hook in DDP. ``ddp_comm_hook=`` does so on GPUs only."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.strategy.model.register_comm_hook(None, ring_all_reduce)
+
+
+def train(*callbacks: L.Callback) -> Regression:
     x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=16)
     quiet = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
-    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=4, max_epochs=5, **quiet)
+    strategy = ddpx.DDPExtStrategy(start_method="fork")
+    options = {"accelerator": "cpu", "devices": 4, "max_epochs": 5, **quiet}
+    trainer = L.Trainer(strategy=strategy, callbacks=[*callbacks], **options)
     model = Regression()
     trainer.fit(model, loader)
     return model
 
 
 if __name__ == "__main__":
-    # Stock `DDPStrategy(ddp_comm_hook=ring_all_reduce)` accepts the same function, but
-    # ignores comm hooks on the CPU.
-    ring = train(ddpx.DDPExtStrategy(start_method="fork", ddp_comm_hook=ring_all_reduce))
-    plain = train(ddpx.DDPExtStrategy(start_method="fork"))
+    ring = train(AveragesInRing())
+    plain = train()
     largest = max(
         (p - q).abs().max().item()
         for p, q in zip(ring.parameters(), plain.parameters(), strict=True)

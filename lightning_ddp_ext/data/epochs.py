@@ -50,9 +50,8 @@ def prepare_workers(loader: Any, epoch: int, *, rank: int, seed: int | None = No
 
 def _depends_on_epoch(dataset: object) -> bool:
     """Whether a worker's copy of a dataset may depend on the epoch."""
-    if isinstance(dataset, IterableDataset):  # may draw its order in the worker
-        return True
-    return any(has_set_epoch(below) for below in all_below(dataset))
+    may_draw_in_worker = isinstance(dataset, IterableDataset)
+    return may_draw_in_worker or any(has_set_epoch(below) for below in all_below(dataset))
 
 
 @dataclass(frozen=True)

@@ -190,9 +190,6 @@ class Shard:
         """Return the first unread position after ``consumed`` positions per rank.
 
         A rank with fewer positions has then read all of them. The position is the same
-        on every rank. After the whole epoch it is ``length``, even if ``"drop"`` left
-        positions out.
+        on every rank.
         """
-        if self.uneven == "drop" and 0 < len(self) <= consumed:
-            return self.length
         return min(self.start + consumed * self.world_size, self.length)

@@ -17,7 +17,8 @@ any other             unknown          starts the epoch again
 
 The place after some more batches is arithmetic, so nothing is recorded while training
 runs, except of a loader with a state: it may be read ahead, so the states after its
-latest batches are kept.
+latest batches are kept. The place is also unknown once a loader has begun again beside a
+longer one, and after a hook has changed the batch size.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from lightning_ddp_ext.data.proxy import (
     read_instead,
     yields_in_order,
 )
-from lightning_ddp_ext.data.samplers import GlobalOrderSampler, Order, RankOrderSampler
+from lightning_ddp_ext.data.samplers import GlobalOrderSampler, RankOrderSampler
 
 # Why a place is not found again, and the remedy.
 _UNKNOWN_ORDER = (
@@ -49,8 +50,9 @@ _OTHER_ORDER = (
     " with a sampler that draws only from random, NumPy or torch"
 )
 _UNKNOWN_PLACE = (
-    "was not at a known place when the checkpoint was saved, for example because a rank failed;"
-    " use a map-style dataset with torch's DataLoader, or save at the end of an epoch"
+    "was not at a known place when the checkpoint was saved, because a rank failed, a hook"
+    " changed the batch size, or it had begun again beside a longer loader; use a map-style"
+    " dataset in loaders of the same length, or save at the end of an epoch"
 )
 
 
@@ -63,14 +65,13 @@ class Position:
 
     Attributes:
         loader: the argument.
-        problem: why an epoch cannot continue in its middle, with the remedy; ``None`` if
-            it can.
+        unknown_place: why a place is unknown, with the remedy.
         sampler: our sampler that yields the loader's items, if any.
         epoch: the epoch that is read.
         start: the place at which the epoch begins in this run.
     """
 
-    problem: str | None = _UNKNOWN_ORDER
+    unknown_place: str = _UNKNOWN_ORDER
     sampler: GlobalOrderSampler | None = None
 
     def __init__(self, loader: Any, world_size: int) -> None:
@@ -87,7 +88,7 @@ class Position:
         """Make the next iterators start at the beginning of an epoch."""
         self.epoch = epoch
         self.start = 0
-        self._iterators = 0  # that have started in the epoch
+        self._iterators = 0  # that have started in the epoch; more than one if it begins again
 
     def iterate(self) -> Iterator[Any]:
         """Start the next iterator of the epoch.
@@ -105,12 +106,7 @@ class Position:
 
         The place is "at"; ``None`` if it is unknown. Only this rank can use a "state".
         """
-        return {
-            "identity": self._identity(),
-            "at": None,
-            "state": None,
-            "has_begun_again": self._iterators > 1,
-        }
+        return {"identity": self._identity(), "at": None, "state": None}
 
     def continue_epoch(self, epoch: int, saved: Mapping[str, Any], checksum: int) -> str | None:
         """Make the next iterators continue where another run was.
@@ -123,8 +119,6 @@ class Position:
             checksum: that of this rank's order in that run.
         """
         self.start_epoch(epoch)
-        if self.problem is not None:
-            return self.problem
         before = saved["identity"]
         for name, now in self._identity().items():
             if now != before.get(name):
@@ -133,13 +127,13 @@ class Position:
                     f" now {now}); resume with the same"
                 )
         if saved["at"] is None:
-            return _UNKNOWN_PLACE
+            return self.unknown_place
         self.start = saved["at"]
         return self._restore(saved["state"], checksum)
 
     def _identity(self) -> dict[str, Any]:
         """Return what gives a place its meaning, by name."""
-        return {}
+        return {"kind": "unknown"}
 
     def _restore(self, state: Any, checksum: int) -> str | None:
         """Return why no iterator can begin at ``start``, if so, with the remedy."""
@@ -183,7 +177,7 @@ class SamplerPosition(Position):
         world_size: the number of ranks.
     """
 
-    problem = None
+    unknown_place = _UNKNOWN_PLACE
     sampler: GlobalOrderSampler
 
     def __init__(
@@ -200,7 +194,7 @@ class SamplerPosition(Position):
     @override
     def start_epoch(self, epoch: int) -> None:
         super().start_epoch(epoch)
-        self._order: Order | None = None  # of the epoch, once it is drawn
+        self.sampler.drawn_order = None
         self._size_at_start = self._batch_size
 
     @property
@@ -211,22 +205,24 @@ class SamplerPosition(Position):
     def _identity(self) -> dict[str, Any]:
         # On other ranks, the shares of an uneven sampler would have different lengths.
         ranks = self._world_size if self.sampler.uneven == "exact" else "any"
-        return {"kind": self.sampler.kind, "number of ranks": ranks, **self.sampler.identity()}
+        return {
+            "kind": type(self.sampler).__name__,
+            "number of ranks": ranks,
+            **self.sampler.identity(),
+        }
 
     @override
     def iterate(self) -> Iterator[Any]:
-        at = 0 if self._iterators else self.start
+        self._draw_order()
+        self.sampler.position = 0 if self._iterators else self.start
         self._iterators += 1
-        self._set_epoch()
-        self.sampler.position = at
-        if self._order is None:
-            self._order = self.sampler.compute_order()
-        self.sampler.drawn_order = self._order
         return iter(self.loader)
 
-    def _set_epoch(self) -> None:
-        if self.sampler.epoch != self.epoch:  # a wrapped sampler may count the calls
-            self.sampler.set_epoch(self.epoch)
+    def _draw_order(self) -> None:
+        """Draw the order that the next iterator reads, unless that is done."""
+        self.sampler.epoch = self.epoch  # a hook may have set another number
+        if self.sampler.drawn_order is None:
+            self.sampler.drawn_order = self.sampler.compute_order()
 
     @override
     def left(self, at: int) -> float:
@@ -236,19 +232,13 @@ class SamplerPosition(Position):
 
     @override
     def state_after(self, batches: int) -> dict[str, Any]:
-        start = self.start
-        left = int(self.left(start))
-        if self._iterators > 1 and batches > left:
-            start = 0
-            batches = 1 + (batches - left - 1) % int(self.left(0))
-        at = self.sampler.shard(start).position_after(batches * self._batch_size)
-        has_one_size = self._batch_size == self._size_at_start  # unless a hook has changed it
-        return {**super().state_after(batches), "at": at if has_one_size else None}
+        at = self.sampler.shard(self.start).position_after(batches * self._batch_size)
+        is_known = self._iterators <= 1 and self._batch_size == self._size_at_start
+        return {**super().state_after(batches), "at": at if is_known else None}
 
     @override
     def _restore(self, state: Any, checksum: int) -> str | None:
-        self._set_epoch()
-        self._order = self.sampler.compute_order()
+        self._draw_order()
         return None if self.checksum == checksum else _OTHER_ORDER
 
 
@@ -259,14 +249,16 @@ class StatePosition(Position):
     that are not done at a checkpoint, so the states before them are kept.
     """
 
-    problem = None
+    unknown_place = _UNKNOWN_PLACE
 
     def __init__(self, loader: Any, read_ahead: int, world_size: int) -> None:
         super().__init__(loader, world_size)
         self._read_ahead = read_ahead
-        self._read = 0  # batches of the epoch
+
+    @override
+    def start_epoch(self, epoch: int) -> None:
+        super().start_epoch(epoch)
         self._states: dict[int, Any] = {}  # by place
-        self._restored: Iterator[Any] | None = None  # the latest one, if it restored a state
 
     @override
     def _identity(self) -> dict[str, Any]:
@@ -279,42 +271,33 @@ class StatePosition(Position):
 
     @override
     def iterate(self) -> Iterator[Any]:
-        if self._restored is not None and self._read % length_or_inf(self.loader) == 0:
-            # Some loaders, such as litdata's, forget a restored state only at the end.
-            next(self._restored, None)
-        is_first = self._iterators == 0
-        is_restored = is_first and self.start > 0
-        if is_restored:
-            self.loader.load_state_dict(self._states[self.start])
-        if is_first:
-            self._read = self.start
-            self._states = {}
         self._iterators += 1
-        batches = self._count(iter(self.loader))
-        self._restored = batches if is_restored else None
-        return batches
+        if self._iterators == 1 and self.start > 0:
+            self.loader.load_state_dict(self._states[self.start])
+        return self._count(iter(self.loader))
 
     def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
-        self._keep_state()
-        for batch in each_of(batches):
-            self._read += 1
+        """Keep the state after each batch, since it may be read before it is done."""
+        length = length_or_inf(self.loader)
+        for read, batch in enumerate(each_of(batches), self.start + 1):
+            self._states[read] = self.loader.state_dict()
+            self._states.pop(read - self._read_ahead, None)
+            if read == length:
+                # Lightning does not request the end, and until then some loaders, such as
+                # litdata's, begin again at a restored state.
+                next(batches, None)
             yield batch
-            self._keep_state()
-
-    def _keep_state(self) -> None:
-        self._states[self._read] = self.loader.state_dict()
-        self._states.pop(self._read - self._read_ahead, None)
 
     @override
     def state_after(self, batches: int) -> dict[str, Any]:
         at = self.start + batches
-        state = self._states.get(at)
-        if state is None and at == self._read:
-            state = self.loader.state_dict()
-        return {**super().state_after(batches), "at": at, "state": state}
+        return {
+            **super().state_after(batches),
+            "at": at if self._iterators <= 1 else None,
+            "state": self._states.get(at),
+        }
 
     @override
     def _restore(self, state: Any, checksum: int) -> str | None:
-        self._read = self.start
         self._states = {self.start: state}
-        return _UNKNOWN_PLACE if state is None else None
+        return self.unknown_place if state is None else None

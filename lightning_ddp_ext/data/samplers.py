@@ -10,7 +10,7 @@ import marshal
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -42,8 +42,8 @@ Order = Callable[[NDArray[np.int64]], NDArray[Any]]  # from positions to their i
 class GlobalOrderSampler(DistributedSampler[Any]):
     """Base class of our samplers, which split one global order among the ranks.
 
-    A subclass sets ``kind`` and defines ``length`` and ``compute_order``, which sets
-    ``fingerprint`` if orders are drawn. The class is a ``DistributedSampler`` because
+    A subclass sets ``length`` and defines ``compute_order``, which sets ``fingerprint`` if
+    orders are drawn. The class is a ``DistributedSampler`` because
     Lightning wraps any other sampler in its own.
 
     Args:
@@ -61,8 +61,8 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             seed and epoch determine the order.
     """
 
-    kind: ClassVar[str]
-    """Distinguishes the orders of different samplers in a checkpoint."""
+    length: int
+    """The number of positions in an epoch's global order."""
 
     def __init__(
         self,
@@ -88,11 +88,6 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self.fingerprint = 0
 
     # What subclasses override.
-
-    @property
-    def length(self) -> int:
-        """The number of positions in an epoch's global order."""
-        raise NotImplementedError
 
     def compute_order(self) -> Order:
         """Return a function from global positions to their items in the current epoch.
@@ -204,7 +199,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         A position is only valid for a sampler in which they are equal.
         """
         return {
-            "kind": self.kind,
+            "kind": type(self).__name__,
             "version": STATE_VERSION,
             "length": self.length,
             "seed": self.seed,
@@ -260,8 +255,6 @@ class ScalableDistributedSampler(GlobalOrderSampler):
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
 
-    kind: ClassVar[str] = "scalable"
-
     def __init__(
         self,
         dataset: Any,
@@ -273,7 +266,7 @@ class ScalableDistributedSampler(GlobalOrderSampler):
         *,
         uneven: Uneven = "pad",
     ) -> None:
-        self._length = length_of(
+        self.length = length_of(
             dataset, "dataset", "an iterable dataset splits its data itself and takes no sampler"
         )
         super().__init__(
@@ -284,11 +277,6 @@ class ScalableDistributedSampler(GlobalOrderSampler):
             seed=seed,
             uneven="drop" if drop_last else uneven,
         )
-
-    @property
-    @override
-    def length(self) -> int:
-        return self._length
 
     @override
     def compute_order(self) -> Order:
@@ -327,8 +315,6 @@ class TorchOrderSampler(ScalableDistributedSampler):
     drawn and stored, at 8 bytes per sample.
     """
 
-    kind: ClassVar[str] = "torch"
-
     @override
     def compute_order(self) -> Order:
         if not self.shuffle:
@@ -365,7 +351,6 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
     [[[0, 1], [4, 5]], [[2, 3], [0, 1]]]
     """
 
-    kind: ClassVar[str] = "batches"
     _keys: Sequence[int] = ()  # mixed into the seeds, see `random_state.keys_of`
 
     def __init__(
@@ -388,8 +373,7 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
         )
 
     @property
-    @override
-    def length(self) -> int:
+    def length(self) -> int:  # type: ignore[override]
         """The current length of the wrapped sampler."""
         return length_of(self.dataset, "batch_sampler", _LENGTH_REMEDY)
 
@@ -409,8 +393,7 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
             ConfigurationError: fewer items are drawn than the length, on several ranks.
         """
         length = self.length
-        owners = samplers_below(self.dataset)
-        with seeded(mix(self.seed, self.epoch), *owners, keys=self._keys):
+        with seeded(mix(self.seed, self.epoch), *samplers_below(self.dataset), keys=self._keys):
             # A batch sampler may reuse one list or array.
             items = map(copy_of_collection, islice(self.dataset, length))
             drawn = np.fromiter(items, dtype=object)
@@ -432,8 +415,6 @@ class RankOrderSampler(DistributedBatchSamplerWrapper):
 
     The loader sets the epoch of the wrapped sampler.
     """
-
-    kind: ClassVar[str] = "rank's own"
 
     def __init__(self, sampler: Any) -> None:
         super().__init__(sampler, num_replicas=1, rank=0, uneven="exact")

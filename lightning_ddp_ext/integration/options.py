@@ -1,15 +1,18 @@
-"""Check the names of the strategy's arguments."""
+"""Check the arguments of the strategy that are passed on to DDP."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_ext.errors import ConfigurationError
+
+from .private.lightning_tree import pl
 
 _SET_BY_LIGHTNING = ("module", "device_ids")
 
@@ -38,3 +41,23 @@ def refuse_unknown(init: Callable[..., None], ddp_kwargs: Iterable[str]) -> None
         f" accepts those of DistributedDataParallel in torch {torch.__version__}:"
         f" {', '.join(options)}"
     )
+
+
+def refuse_accumulating_static_graph(trainer: Any) -> None:
+    """Raise if the first batches of a static graph would only accumulate gradients.
+
+    Raises:
+        ConfigurationError: torch would report an internal error.
+    """
+    if not getattr(trainer.strategy.model, "static_graph", False):
+        return
+    batches = trainer.accumulate_grad_batches
+    for callback in trainer.callbacks:
+        if isinstance(callback, pl.callbacks.GradientAccumulationScheduler):
+            batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+    if batches > 1:
+        raise ConfigurationError(
+            f"static_graph=True needs a first step of one batch (got {batches}, by"
+            " accumulate_grad_batches); remove static_graph, or accumulate from the second epoch"
+            f" with GradientAccumulationScheduler({{1: {batches}}})"
+        )

@@ -45,11 +45,11 @@ from .checkpoints.collective import Checkpoints
 from .checkpoints.run_files import RunFiles
 from .data.loaders import TrainerLoaders
 from .data.resume import ResumeData
-from .data.uneven import UnevenMode
-from .ddp import CommHook, GradientAveraging
+from .data.training_loaders import UnevenMode
+from .ddp import GradientAveraging
 from .logged_values import LoggedValues, Reduction
 from .named_calls import enter_broadcast, enter_call, enter_decision
-from .options import refuse_unknown
+from .options import refuse_accumulating_static_graph, refuse_unknown
 from .private.compat import trainer_of
 from .private.lightning_tree import ClusterEnvironment, pl, refuse_other_tree
 from .private.replaced_methods import ReplacedMethods
@@ -122,7 +122,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         precision_plugin: mixed precision; the Trainer creates it from ``precision=``.
         ddp_comm_state: the state of the comm hook, such as a ``PowerSGDState``.
         ddp_comm_hook: a function that averages gradients, such as torch's
-            ``fp16_compress_hook``; also on CPU, unless torch needs GPUs for it.
+            ``fp16_compress_hook``; on GPUs only.
         ddp_comm_wrapper: wraps the comm hook, such as ``fp16_compress_wrapper``.
         model_averaging_period: the number of steps between averages of the model with
             post-local SGD.
@@ -165,7 +165,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         checkpoint_io: pl.plugins.CheckpointIO | None = None,
         precision_plugin: pl.plugins.Precision | None = None,
         ddp_comm_state: object | None = None,
-        ddp_comm_hook: CommHook | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
         **ddp_kwargs: Any,
@@ -214,12 +214,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         )
         self._metrics = LoggedValues(self, self._checkpoints, self._data.evaluation)
         self._last_step = LastStepSaver(self, self._files, self._stops, self._data.resume)
-        self._averaging = GradientAveraging(
-            self,
-            hook=ddp_comm_hook,
-            wrapper=ddp_comm_wrapper,
-            state=ddp_comm_state,
-        )
+        self._averaging = GradientAveraging(self)
 
     @property
     def world(self) -> World:
@@ -343,7 +338,7 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self._averaging.check_first_step()
+        refuse_accumulating_static_graph(self.current_trainer)
         self._data.resume.on_train_start()
         self._stops.weights.on_train_start(trainer_of(self.lightning_module))
 

@@ -29,9 +29,11 @@ _WAITS_IF_INNERMOST = (
     "torch.distributed.",
     "torch.nn.parallel.distributed.",
     "lightning_ddp_ext.batchnorm.sync_context.",
-    "lightning_ddp_ext.integration.data.uneven.",
+    "lightning_ddp_ext.integration.data.training_loaders.",
+    "lightning_ddp_ext.integration.logged_values.",
+    "lightning_ddp_ext.pytorch_lightning.data.training_loaders.",
+    "lightning_ddp_ext.pytorch_lightning.logged_values.",
     "lightning_ddp_ext.ranks.",
-    "lightning_ddp_ext.reductions.",
 )
 # A backward pass waits for the gradients of other ranks in C++.
 _BACKWARD = "torch.autograd.graph."

@@ -81,6 +81,11 @@ def two_loaders(rank: int, world_size: int) -> CombinedLoader:
     return CombinedLoader(loaders, "max_size_cycle")
 
 
+def short_and_long(rank: int, world_size: int) -> list[Any]:
+    """Return loaders of one batch and of four."""
+    return [divided_by_strategy(rank, world_size, samples) for samples in (4, SAMPLES)]
+
+
 def uneven_loaders(rank: int, world_size: int) -> list[Any]:
     """Return loaders of four batches, and of one on rank 0 and three on rank 1."""
     lengths = (8, 2 + 4 * rank)
@@ -141,6 +146,7 @@ def same(loaders: Loaders, reason: str) -> Change:
 UNDIVIDED: dict[str, Any] = {"use_distributed_sampler": False}
 REMEDIES = ("map-style dataset", "resume with the same", "at the end of an epoch")
 OTHER_ORDER = "draws another order"
+BEGUN_AGAIN = "begun again beside a longer loader"
 UNKNOWN_ORDER = "yields batches in an order that cannot be drawn again"
 CHANGES = {
     "a stream beside samples": same(
@@ -150,11 +156,12 @@ CHANGES = {
         partial(beside_stream, loader=stateful), UNKNOWN_ORDER
     ),
     "a stream that has begun again": same(
-        partial(beside_stateful_stream, samples=SAMPLES, streamed=2), "has begun again"
+        partial(beside_stateful_stream, samples=SAMPLES, streamed=2), BEGUN_AGAIN
     ),
     "a loader that has begun again beside a stream": same(
-        partial(beside_stateful_stream, samples=4, streamed=8), "has begun again"
+        partial(beside_stateful_stream, samples=4, streamed=8), BEGUN_AGAIN
     ),
+    "a loader that has begun again beside a longer one": same(short_and_long, BEGUN_AGAIN),
     "workers that yield the first batch that is ready": same(
         partial(divided_by_strategy, in_order=False, **continuing.workers(2)), UNKNOWN_ORDER
     ),
@@ -201,7 +208,7 @@ CHANGES = {
     "uneven loaders": Change(
         uneven_loaders,
         uneven_loaders,
-        "has begun again",
+        BEGUN_AGAIN,
         options={"strategy": {"uneven_inputs": "stop_at_shortest"}, **UNDIVIDED},
     ),
     "another number of ranks for the user's sampler": Change(

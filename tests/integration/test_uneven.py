@@ -181,6 +181,12 @@ def part_of_ten(rank: int) -> DataLoader[Any]:
     return DataLoader(Subset(continuing.Numbers(10), range(10)[rank::3]))
 
 
+def own_seed(rank: int) -> DataLoader[Any]:
+    """Return a loader with an order that only this rank draws."""
+    numbers = continuing.Numbers(9)
+    return DataLoader(numbers, sampler=ScalableDistributedSampler(numbers, seed=rank % 2))
+
+
 def sampler_on_rank_one(rank: int) -> DataLoader[Any]:
     sampler = ScalableDistributedSampler(range(8))
     return (
@@ -214,6 +220,10 @@ class Difference(NamedTuple):
     message: str
 
 
+SAME_ON_EVERY_RANK = (
+    "; create the same dataset and sampler on every rank, or pass"
+    " Trainer(use_distributed_sampler=False) if each rank has different data"
+)
 DIFFERENCES = {
     "lengths": Difference(
         other_lengths,
@@ -238,20 +248,22 @@ DIFFERENCES = {
         part_of_ten,
         options={"use_distributed_sampler": True},
         message=(
-            "the ranks cannot share out the samples of Subset, because the length differs (4 on"
-            " rank 0, 3 on ranks 1, 2); create the same dataset and sampler on every rank, or pass"
-            " Trainer(use_distributed_sampler=False) if each rank has different data"
+            "the ranks cannot share out the samples, because their samplers differ (length 4 of"
+            f" Subset on rank 0, length 3 of Subset on ranks 1, 2){SAME_ON_EVERY_RANK}"
+        ),
+    ),
+    "seeds": Difference(
+        own_seed,
+        options={},
+        message=(
+            "their samplers differ (seed 1 of Numbers on rank 1, seed 0 of Numbers on ranks 0, 2)"
+            f"{SAME_ON_EVERY_RANK}"
         ),
     ),
     "a sampler on one rank": Difference(
         sampler_on_rank_one,
         options={"use_distributed_sampler": True},
-        # Each rank names its own dataset before this.
-        message=(
-            ", because the kind differs (scalable on rank 1, None on ranks 0, 2); create the same"
-            " dataset and sampler on every rank, or pass Trainer(use_distributed_sampler=False) if"
-            " each rank has different data"
-        ),
+        message=f" on rank 1, none on ranks 0, 2){SAME_ON_EVERY_RANK}",
     ),
 }
 

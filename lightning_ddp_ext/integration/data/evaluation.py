@@ -236,12 +236,10 @@ def _copied_states(metric: Metric) -> dict[str, Any]:
 
     Tensors in lists are not copied, since they are batches, which do not change.
     """
-    attributes = vars(metric)
-    names = attributes.keys() & {*metric._defaults, "_update_count"}
-    states = {name: attributes[name] for name in names}
     return {
         name: state.detach().clone() if isinstance(state, Tensor) else copy.copy(state)
-        for name, state in states.items()
+        for name, state in vars(metric).items()
+        if name in metric._defaults or name == "_update_count"
     }
 
 

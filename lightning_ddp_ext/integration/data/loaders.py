@@ -62,9 +62,8 @@ from ..private.replaced_methods import Prepare, ReplacedMethods
 from ..start.devices import RankDevicesStrategy
 from ..stopping.stops import StopController
 from .evaluation import Evaluation, can_count_once
-from .orders import training_loaders_of
 from .resume import Resume, ResumeData
-from .uneven import AHEAD, UnevenInputs, UnevenMode
+from .training_loaders import AHEAD, UnevenInputs, UnevenMode, training_loaders_of
 
 
 class TrainerLoaders:

@@ -100,8 +100,7 @@ def find_restart(
     all_batches_done = batch["is_last_batch"] and batch["current"]["ready"] == done
     is_in_last_batch_end = all_batches_done and batch["current"]["completed"] < done
     if is_between_epochs:
-        is_complete = batch["is_last_batch"] or has_ended or not done
-        if is_complete:
+        if batch["is_last_batch"] or has_ended or not done:
             return Restart("epoch_start", epoch["processed"])
         return _after_last_step(epoch["processed"] - 1, done, accumulated, is_counted=True)
     if is_in_last_batch_end:
@@ -195,34 +194,21 @@ def change_to(fit_loop: Mapping[str, Any], restart: Restart) -> dict[str, Any]:
         _set_counters(changed["epoch_loop.val_loop.batch_progress"], begun=1)
         return changed
     changed["epoch_loop.state_dict"]["_batches_that_stepped"] += restart.steps
-    _set_batches(changed["epoch_loop.batch_progress"], restart)
+    batch = changed["epoch_loop.batch_progress"]
+    if restart.at == "epoch_start" and not restart.has_started:
+        batch["current"]["processed"] = 0  # all batches belong to earlier epochs
+    # Lightning completes the last one, as in `on_train_batch_end`.
+    completed = max(0, restart.done - 1)
+    _set_counters(batch, begun=restart.done, processed=restart.done, completed=completed)
+    batch["is_last_batch"] = False
     return changed
 
 
-def _set_batches(progress: dict[str, Any], restart: Restart) -> None:
-    """Set the counters of batches, without those that are trained on again."""
-    processed = progress["current"]["processed"]
-    done = restart.done
-    of_earlier_epochs = progress["total"]["processed"] - restart.dropped_of(processed) - done
-    # Lightning completes the last one, as in `on_train_batch_end`.
-    completed = max(0, done - 1)
-    _set_counters(
-        progress, begun=done, processed=done, completed=completed, earlier=of_earlier_epochs
-    )
-    progress["is_last_batch"] = False
-
-
 def _set_counters(
-    progress: dict[str, Any],
-    *,
-    begun: int,
-    processed: int = 0,
-    completed: int = 0,
-    earlier: int | None = None,
+    progress: dict[str, Any], *, begun: int, processed: int = 0, completed: int = 0
 ) -> None:
-    """Set a loop's current counters, and set its totals to these plus ``earlier``."""
-    if earlier is None:
-        earlier = progress["total"]["processed"] - progress["current"]["processed"]
+    """Set a loop's current counters, and add those of earlier epochs for its totals."""
+    earlier = progress["total"]["processed"] - progress["current"]["processed"]
     counts = {"ready": begun, "started": begun, "processed": processed, "completed": completed}
     progress["current"].update(counts)
     progress["total"].update({name: earlier + count for name, count in counts.items()})

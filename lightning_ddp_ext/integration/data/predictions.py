@@ -94,14 +94,15 @@ def _join(parts: tuple[_Rows, ...]) -> _Rows:
     parts = tuple(part for part in parts if len(part[0]) > 0)
     if not parts:
         return [], None
-    samples = [int(sample) for samples, _ in parts for sample in samples]
+    batches, outputs_of_batches = zip(*parts, strict=True)
+    samples = [int(sample) for batch in batches for sample in batch]
     in_order, rows = np.unique(samples, return_index=True)
 
     def join(path: Any, *outputs: Any) -> Any:
-        for (of_batch, _), output in zip(parts, outputs, strict=True):
-            if len(output) != len(of_batch):
+        for batch, output in zip(batches, outputs, strict=True):
+            if len(output) != len(batch):
                 raise ValueError(
-                    f"predictions{keystr(path)} must have one row per sample, {len(of_batch)} in a"
+                    f"predictions{keystr(path)} must have one row per sample, {len(batch)} in a"
                     f" batch (got {len(output)})"
                 )
         if isinstance(outputs[0], list):
@@ -112,8 +113,9 @@ def _join(parts: tuple[_Rows, ...]) -> _Rows:
         return joined[rows]
 
     try:
-        outputs = [output for _, output in parts]
-        joined = tree_map_with_path(join, *outputs, is_leaf=lambda part: isinstance(part, list))
+        joined = tree_map_with_path(
+            join, *outputs_of_batches, is_leaf=lambda part: isinstance(part, list)
+        )
     except Exception as error:
         raise SamplingError(
             f"predictions cannot be joined: {type(error).__name__}: {error}; {_REMEDY}"

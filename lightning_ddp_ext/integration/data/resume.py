@@ -1,8 +1,15 @@
 """Save where training continues, and continue there: in the middle of an epoch, or at its start.
 
-When a checkpoint is read, the loaders may not be known yet. Whether the epoch continues
-or starts again is decided once, by all ranks together, when the first batch is
-requested or in ``on_train_start``, whichever is first.
+A run is in one of three phases:
+
+===========  =======================================================================
+not resumed  no checkpoint was read, or its epoch is over; ``_saved`` is ``None``
+read         ``_saved`` is the place in the file; the loaders may not be known yet
+decided      all ranks continue at ``_saved``, which may now be the epoch's start
+===========  =======================================================================
+
+All ranks decide together, once, when the first batch is requested or in
+``on_train_start``, whichever is first.
 
 Random states are saved only if the checkpoint is saved between two optimiser steps.
 
@@ -12,7 +19,7 @@ The strategy adds one section to a checkpoint, which is otherwise unchanged, so 
 ===========  =====================================================================
 ``version``  the version of the section
 ``seed``     the seed for the order of samples
-``orders``   what determines each rank's orders, see :class:`~.orders.Orders`
+``orders``   what determines each rank's orders, see :class:`~.training_loaders.Orders`
 ``restart``  where training continues, a :class:`~.loop_state.Restart`
 ``ranks``    of each rank that saved: its ``rank``, its random states
              (``random``), and for each training loader the place (``loaders``)
@@ -41,17 +48,13 @@ from ..start.devices import RankDevicesStrategy
 from ..stopping.stops import StopController
 from ..strategy_ranks import ranks_of
 from .loop_state import Restart, change_to, find_restart
-from .orders import Orders, epoch_of, positions_of, training_loaders_of
+from .training_loaders import Orders, epoch_of, positions_of, training_loaders_of
 
 KEY = "lightning_ddp_ext"
-VERSION = 14
+VERSION = 15
 ResumeData = Literal["exact", "stock"]
 
 _OF_MID_EPOCH_RESUME = ".*resuming from a checkpoint that ended before the epoch ended"
-_BEGAN_AGAIN = (
-    "has begun again beside a longer loader, and the end of the epoch is unknown; give all loaders"
-    " a length, the same on every rank, or save at the end of an epoch"
-)
 _IS_LOST = (
     "the checkpoint has no position that this release can read; save at the end of an epoch"
     " before you change the strategy or its release"
@@ -111,7 +114,7 @@ class Resume:
 
     def _reset(self) -> None:
         self.is_training = False
-        self._saved: SavedPlace | None = None  # until the resumed epoch ends
+        self._saved: SavedPlace | None = None  # tells the phase, see above
         self._before_validation: list[Any] | None = None
 
     @property
@@ -271,9 +274,14 @@ class Resume:
             return  # this was decided for these loaders
         problem = self._continue(positions, saved)
         problems = list(filter(None, ranks_of(self._strategy).gather(problem)))
-        if problems:
-            _warn(saved.restart.epoch, problems[0])
-            self._start_again(saved)
+        if not problems:
+            return
+        _warn(saved.restart.epoch, problems[0])
+        restart = saved.restart.from_epoch_start()
+        self._saved = replace(saved, restart=restart, rank={**saved.rank, "random": None})
+        fit_loop = self._trainer.fit_loop
+        fit_loop.load_state_dict(change_to(saved.loops, restart))
+        fit_loop.update_restart_stage()
 
     def _continue(self, positions: Sequence[Position], saved: SavedPlace) -> str | None:
         """Continue in each training loader; return why that is impossible, if it is."""
@@ -286,49 +294,14 @@ class Resume:
             )
         for loader in training_loaders_of(self._trainer):
             loader.set_epoch(restart.epoch)
-        checksums = self.orders.checksums_of(self._strategy.global_rank)
+        by_rank = self.orders.by_rank
+        # A rank that is new draws the order that all ranks draw.
+        _, checksums = by_rank[min(self._strategy.global_rank, len(by_rank) - 1)]
         for position, place, checksum in zip(positions, places, checksums, strict=True):
             problem = position.continue_epoch(restart.epoch, place, checksum)
             if problem is not None:
                 return f"{name_of(position.loader)} {problem}"
-        whole, left = self._count_batches(positions)
-        ends_together = any(each.length is not None for each in training_loaders_of(self._trainer))
-        is_known = math.inf not in (whole, left)
-        for position, place in zip(positions, places, strict=True):
-            # Only the numbers of batches tell which loader ends the epoch.
-            if place["has_begun_again"] and (ends_together or not is_known):
-                return f"{name_of(position.loader)} {_BEGAN_AGAIN}"
-        if is_known:
-            self._set_done(whole - left)
         return None
-
-    def _set_done(self, batches: float) -> None:
-        """Set how many batches of the epoch are done, without those after the last step."""
-        assert self._saved is not None
-        accumulated = self._trainer.accumulate_grad_batches
-        done = int(batches) // accumulated * accumulated
-        self._saved = replace(self._saved, restart=replace(self._saved.restart, done=done))
-
-    def _start_again(self, saved: SavedPlace) -> None:
-        """Start the resumed epoch again, also in Lightning's loops."""
-        restart = saved.restart.from_epoch_start()
-        self._saved = replace(saved, restart=restart, rank={**saved.rank, "random": None})
-        fit_loop = self._trainer.fit_loop
-        fit_loop.load_state_dict(change_to(saved.loops, restart))
-        fit_loop.update_restart_stage()
-
-    def _count_batches(self, positions: Sequence[Position]) -> tuple[float, float]:
-        """Return how many batches an epoch has, and how many are left of this one.
-
-        Both change with the number of ranks and the batch size. Lightning assumes the
-        same number of batches in all epochs, so those that are not left are done, but
-        not those after the last optimiser step.
-        """
-        lengths = [length_or_inf(position.loader) for position in positions]
-        ends_epoch = min if mode_of(self._trainer.fit_loop) == "min_size" else max
-        whole = ends_epoch(lengths)
-        position = positions[lengths.index(whole)]
-        return whole, position.left(position.start)
 
     # Hooks of the fit loop.
 
@@ -338,41 +311,50 @@ class Resume:
         Collective in a resumed run.
         """
         self.is_training = True
-        if self.restart is None:
+        if self._saved is None:
             return
+        restart = self._saved.restart
         done = self._trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        if (epoch_of(self._trainer), done) != (self.restart.epoch, self.restart.done):
+        if (epoch_of(self._trainer), done) != (restart.epoch, restart.done):
             # A `LearningRateFinder` has set the loops to its own file.
             self._saved = None
             return
-        _accumulate_on_schedule(self._trainer)
+        for callback in self._trainer.callbacks:
+            if isinstance(callback, pl.callbacks.GradientAccumulationScheduler):
+                # An epoch that continues has no start, in which it sets the number of batches.
+                callback.on_train_epoch_start(self._trainer)
         self._decide()
         self._restore_random_state()
-        if self.restart.at == "epoch_start":
+        if self._saved.restart.is_within:
+            self._replaced.hide_warning(_OF_MID_EPOCH_RESUME)
+            self._saved = self._set_numbers_of_batches(self._saved)
+        elif self._saved.restart.at == "epoch_start":
             # Lightning then creates the iterators again after the hooks, as in a whole run.
             # They draw the seeds of workers.
             end_restart(self._trainer.fit_loop)
-        if self.restart.is_within:
-            self._replaced.hide_warning(_OF_MID_EPOCH_RESUME)
-            self._set_numbers_of_batches()
-        _warn_of_frozen_parameters(self._trainer)
 
-    def _set_numbers_of_batches(self) -> None:
+    def _set_numbers_of_batches(self, saved: SavedPlace) -> SavedPlace:
         """Set the loops to the numbers of batches, done and in all, on these ranks.
 
-        An epoch that is beyond its limit has one more step, and then ends as usual.
+        Both change with the number of ranks and the batch size. Lightning assumes the
+        same number of batches in all epochs, so those that are not left are done, but
+        not those after the last optimiser step. An epoch that is beyond its limit has one
+        more step, and then ends as usual.
         """
+        fit_loop = self._trainer.fit_loop
+        lengths = [length_or_inf(loader.loader) for loader in training_loaders_of(self._trainer)]
+        whole = min(lengths) if mode_of(fit_loop) == "min_size" else max(lengths)
+        longest = positions_of(self._trainer)[lengths.index(whole)]
+        left = longest.left(longest.start)
         limit = self._trainer.num_training_batches
-        assert self.restart is not None
-        if self.restart.done >= limit:
-            self._set_done(limit - 1)
-        restart = self.restart
-        current = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        current.ready = current.started = current.processed = restart.done
-        current.completed = restart.done - 1 if restart.at == "batch_end" else restart.done
-        _, left = self._count_batches(positions_of(self._trainer))
-        if restart.done + left < limit:
-            end_epoch_after(self._trainer, int(restart.done + left))
+        done = int(min(saved.restart.done if whole == math.inf else whole - left, limit - 1))
+        done -= done % self._trainer.accumulate_grad_batches
+        current = fit_loop.epoch_loop.batch_progress.current
+        current.ready = current.started = current.processed = done
+        current.completed = done - 1 if saved.restart.at == "batch_end" else done
+        if done + left < limit:
+            end_epoch_after(self._trainer, int(done + left))
+        return replace(saved, restart=replace(saved.restart, done=done))
 
     def _restore_random_state(self) -> None:
         random = None if self._saved is None else self._saved.rank["random"]
@@ -403,29 +385,3 @@ def _warn(epoch: int, problem: str) -> None:
     rank_zero_warn(
         f"epoch {epoch} cannot be resumed in the middle, so that epoch starts again: {problem}"
     )
-
-
-def _accumulate_on_schedule(trainer: Any) -> None:
-    """Let callbacks set the number of accumulated batches, as at the start of an epoch."""
-    for callback in trainer.callbacks:
-        if isinstance(callback, pl.callbacks.GradientAccumulationScheduler):
-            callback.on_train_epoch_start(trainer)
-
-
-def _warn_of_frozen_parameters(trainer: Any) -> None:
-    """Warn if a callback has frozen again what the resumed run trained."""
-    kind = pl.callbacks.BaseFinetuning
-    freezing = [type(each).__name__ for each in trainer.callbacks if isinstance(each, kind)]
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    trained = {parameter for group in groups for parameter in group["params"]}
-    frozen = [
-        name
-        for name, parameter in trainer.lightning_module.named_parameters()
-        if parameter in trained and not parameter.requires_grad
-    ]
-    if freezing and frozen:
-        rank_zero_warn(
-            f"{freezing[0]} has frozen {len(frozen)} parameters that the optimisers of"
-            f" the resumed run have, such as {frozen[0]}; call its make_trainable in"
-            " on_train_start"
-        )

@@ -1,16 +1,17 @@
-"""Compare the ranks' training data, and end their epochs together if that is requested.
+"""Find the training loaders, and agree among the ranks on their orders and lengths.
 
-1. ``agree_on_length`` sets the length of a new loader, before its first epoch.
-2. ``give_batches`` ends an iterator on all ranks together.
-3. ``on_train_batch_start`` compares the ranks' data once the first batch is read.
+1. :class:`Orders` determines the order of each loader: by a seed that all ranks share,
+   and by how each rank has seeded its generators.
+2. :class:`UnevenInputs` compares the ranks' numbers of batches and first batches, and
+   ends their epochs together if that is requested.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Generic, Literal, TypeVar
 
@@ -20,8 +21,16 @@ from torch import Tensor
 
 from lightning_ddp_ext.checksum import checksum
 from lightning_ddp_ext.data.loader import DistributedLoader
-from lightning_ddp_ext.data.position import global_order_of
-from lightning_ddp_ext.data.proxy import each_of, index_sampler_of, length_or_inf, name_of
+from lightning_ddp_ext.data.position import Position, global_order_of
+from lightning_ddp_ext.data.proxy import (
+    each_of,
+    index_sampler_of,
+    iterable_of,
+    length_or_inf,
+    name_of,
+)
+from lightning_ddp_ext.data.random_state import GLOBAL_GENERATORS, keys_of, mix
+from lightning_ddp_ext.data.samplers import RankOrderSampler, TorchOrderSampler
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
@@ -30,26 +39,90 @@ from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of
 from ..private.lightning_tree import rank_zero_warn
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import group_of_small_collectives, ranks_of, refuse
-from .orders import training_loaders_of
 
 T = TypeVar("T")
 UnevenMode = Literal["stop_at_shortest"]
 AHEAD = 2  # items that `end_together` draws ahead on each rank
 
 
-@dataclass(frozen=True)
-class TrainingData:
-    """What a rank sends to the others about its training data.
+def epoch_of(trainer: Any) -> int:
+    """Return the current or next epoch.
+
+    With ``max_steps``, ``trainer.current_epoch`` lags behind.
+    """
+    return int(trainer.fit_loop.epoch_progress.current.processed)
+
+
+def training_loaders_of(trainer: Any) -> list[DistributedLoader]:
+    """Return the training loaders, in the order of the combined loader."""
+    combined = combined_loader_of(trainer.fit_loop)
+    return [] if combined is None else [iterable_of(loader) for loader in combined.flattened]
+
+
+def positions_of(trainer: Any) -> list[Position]:
+    """Return the positions in the training loaders, in the same order."""
+    return [loader.position for loader in training_loaders_of(trainer) if loader.position]
+
+
+class Orders:
+    """What determines the orders of a strategy's training loaders.
 
     Attributes:
-        length: the number of batches in an epoch; ``inf`` if unknown.
-        checksums: those of the tensors in the first batch, if a loader has no indices.
-        identities: for each loader, the parameters of our sampler in it.
+        seed: the seed for the order of samples, once the ranks have agreed on it.
+        by_rank: of each rank, its keys (see ``data.random_state.keys_of``), and for each
+            loader the checksum of its order in the epoch; empty before an epoch.
     """
 
-    length: float
-    checksums: tuple[int, ...]
-    identities: list[dict[str, Any]]
+    def __init__(self, strategy: RankDevicesStrategy) -> None:
+        self._strategy = strategy
+        self.forget()
+
+    def forget(self) -> None:
+        """Reset the state for a fit."""
+        self.seed: int | None = None
+        self._keys: list[int] = []
+        self.by_rank: list[tuple[list[int], list[int]]] = []
+
+    def restore(self, section: Mapping[str, Any]) -> None:
+        """Draw the orders of the run that saved a section, see ``resume``."""
+        self.seed = section["seed"]
+        self.by_rank = section["orders"]
+        if len(self.by_rank) == self._strategy.world_size:
+            self._keys, _ = self.by_rank[self._strategy.global_rank]
+
+    def agree(self) -> int:
+        """Return the seed for the order of samples. Collective the first time.
+
+        It is the seed of the resumed run, otherwise rank 0's.
+        """
+        self._keys = self._keys or keys_of(GLOBAL_GENERATORS)
+        if self.seed is None:
+            own = int(os.environ.get("PL_GLOBAL_SEED", 0))
+            self.seed = int(ranks_of(self._strategy).from_rank_zero(own))
+        return self.seed
+
+    def assign(self) -> None:
+        """Let each training loader draw a different order. Collective the first time.
+
+        Hooks may have loaded the data before a checkpoint has set the seed. Stock's
+        samplers all have one seed.
+        """
+        seed = self.agree()
+        for number, loader in enumerate(training_loaders_of(self._strategy.current_trainer)):
+            sampler = loader.position.sampler if loader.position else None
+            if isinstance(sampler, RankOrderSampler):
+                sampler.set_order(mix(seed, number), self._keys)
+            elif sampler is not None and loader.is_dealt:
+                is_stocks = isinstance(sampler, TorchOrderSampler)
+                sampler.seed = seed if is_stocks else mix(seed, number)
+
+    def gather(self) -> None:
+        """Gather the ranks' keys and checksums of the epoch that has begun.
+
+        A rank that saves alone then has those of all ranks. Collective.
+        """
+        checksums = [position.checksum for position in positions_of(self._strategy.current_trainer)]
+        self.by_rank = ranks_of(self._strategy).gather((self._keys, checksums))
 
 
 class UnevenInputs:
@@ -96,12 +169,14 @@ class UnevenInputs:
         if math.inf not in lengths:
             loader.length = min(lengths)
         elif min(lengths) < math.inf:
-            problem = (
-                f"training loader {type(loader.loader).__name__} must have a length on every rank"
-                f" or on none, or training would hang (lengths by rank: {lengths}; inf means no"
-                " length); define __len__ on every rank"
+            refuse(
+                self._strategy,
+                SamplingError(
+                    f"training loader {type(loader.loader).__name__} must have a length on every rank"
+                    f" or on none, or training would hang (lengths by rank: {lengths}; inf means no"
+                    " length); define __len__ on every rank"
+                ),
             )
-            refuse(self._strategy, SamplingError(problem))
 
     def give_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Return an iterator that ends on all ranks together, if that is requested."""
@@ -127,29 +202,52 @@ class UnevenInputs:
         Raises:
             SamplingError: on every rank: the ranks cannot train together on these data.
         """
-        if self._has_new_loaders:
-            self._has_new_loaders = False
-            self._compare(batch)
-
-    def _compare(self, batch: Any) -> None:
+        if not self._has_new_loaders:
+            return
+        self._has_new_loaders = False
         trainer = self._strategy.current_trainer
         loaders = [loader.loader for loader in training_loaders_of(trainer)]
         streams = [loader for loader in loaders if index_sampler_of(loader) is None]
-        samplers = [global_order_of(loader) for loader in loaders]
-        own_data = TrainingData(
-            trainer.num_training_batches,
-            _checksums(batch) if streams else (),
-            [{} if sampler is None else sampler.identity() for sampler in samplers],
+        by_rank = ranks_of(self._strategy).gather(
+            (
+                trainer.num_training_batches,
+                _checksums(batch) if streams else (),
+                _shared_orders(loaders),
+            )
         )
-        data_by_rank = ranks_of(self._strategy).gather(own_data)
-        lengths = [data.length for data in data_by_rank]
-        problem = describe_difference(data_by_rank, loaders)
+        lengths, checksums_by_rank, orders = zip(*by_rank, strict=True)
+        common = set.intersection(*orders)
+        if any(own - common for own in orders):
+            differing = [listed(sorted(own - common)) or "none" for own in orders]
+            refuse(
+                self._strategy,
+                SamplingError(
+                    "the ranks cannot share out the samples, because their samplers differ"
+                    f" ({_by_rank(differing)}); create the same dataset and sampler on every rank, or"
+                    " pass Trainer(use_distributed_sampler=False) if each rank has different data"
+                ),
+            )
         are_uneven = len(set(lengths)) > 1 and math.inf not in lengths
-        if problem is None and are_uneven and self._mode is None:
-            problem = _describe_unevenness(trainer, lengths)
-        if problem is not None:
-            refuse(self._strategy, SamplingError(problem))
-        _warn_of_same_batches(data_by_rank, streams or loaders)
+        if are_uneven and self._mode is None:
+            self._refuse_if_a_rank_would_wait(lengths)
+        _warn_of_same_batches(checksums_by_rank, streams)
+
+    def _refuse_if_a_rank_would_wait(self, lengths: Sequence[float]) -> None:
+        """Raise unless all ranks stop before the shortest one ends, as with ``max_steps``."""
+        trainer = self._strategy.current_trainer
+        fewest = min(lengths)
+        steps = trainer.global_step + math.ceil(fewest / trainer.accumulate_grad_batches)
+        if trainer.max_steps != -1 and steps >= trainer.max_steps:
+            return
+        refuse(
+            self._strategy,
+            SamplingError(
+                f"the ranks have different numbers of training batches ({_by_rank(lengths)}), so some"
+                f" ranks would wait forever after {fewest} batches; pass"
+                " DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a sampler or drop_last=True"
+                " so that every rank gets the same number of batches"
+            ),
+        )
 
 
 def _checksums(batch: Any) -> tuple[int, ...]:
@@ -163,45 +261,20 @@ def _checksums(batch: Any) -> tuple[int, ...]:
     return tuple(int(checksum(tensor)) for tensor in plain if tensor.numel() > 0)
 
 
-def describe_difference(data_by_rank: Sequence[TrainingData], loaders: Iterable[Any]) -> str | None:
-    """Describe the first difference that prevents ranks from dividing the samples.
+def _shared_orders(loaders: Iterable[Any]) -> set[str]:
+    """Return the properties of our samplers, which every rank must have.
 
-    Args:
-        data_by_rank: the data of all ranks.
-        loaders: this rank's loaders.
+    >>> sampler = TorchOrderSampler(range(6), num_replicas=2, rank=0)
+    >>> orders = _shared_orders([torch.utils.data.DataLoader(range(6), sampler=sampler), [1, 2]])
+    >>> "length 6 of range" in orders
+    True
     """
-    # A rank may have more loaders than another one.
-    for loader, *identities in zip(
-        loaders, *(data.identities for data in data_by_rank), strict=False
-    ):
-        for name in dict.fromkeys(name for identity in identities for name in identity):
-            values = [identity.get(name) for identity in identities]
-            if len(set(values)) > 1:
-                dataset = type(getattr(loader, "dataset", None)).__name__
-                return (
-                    f"the ranks cannot share out the samples of {dataset}, because the {name}"
-                    f" differs ({_by_rank(values)}); create the same dataset and sampler on every"
-                    " rank, or pass Trainer(use_distributed_sampler=False) if each rank has"
-                    " different data"
-                )
-    return None
-
-
-def _describe_unevenness(trainer: Any, lengths: Sequence[float]) -> str | None:
-    """Describe why ranks cannot train on these numbers of batches.
-
-    Return ``None`` if they can, for example because ``max_steps`` is small.
-    """
-    fewest = min(lengths)
-    steps = trainer.global_step + math.ceil(fewest / trainer.accumulate_grad_batches)
-    if trainer.max_steps != -1 and steps >= trainer.max_steps:
-        return None
-    return (
-        f"the ranks have different numbers of training batches ({_by_rank(lengths)}), so some"
-        f" ranks would wait forever after {fewest} batches; pass"
-        " DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a sampler or drop_last=True so"
-        " that every rank gets the same number of batches"
-    )
+    return {
+        f"{name} {value} of {type(loader.dataset).__name__}"
+        for loader in loaders
+        if (sampler := global_order_of(loader)) is not None
+        for name, value in sampler.identity().items()
+    }
 
 
 def _by_rank(values: Sequence[Any]) -> str:
@@ -210,11 +283,12 @@ def _by_rank(values: Sequence[Any]) -> str:
     return listed(f"{value} on {ranks_in_words(ranks)}" for value, ranks in ranks_of_values)
 
 
-def _warn_of_same_batches(data_by_rank: Sequence[TrainingData], streams: Iterable[Any]) -> None:
+def _warn_of_same_batches(
+    checksums_by_rank: Sequence[tuple[int, ...]], streams: Iterable[Any]
+) -> None:
     """Warn on rank 0 if ranks have read the same first batch."""
     names = " and ".join(map(name_of, streams))
-    checksums_by_rank = dict(enumerate(data.checksums for data in data_by_rank))
-    for checksums, ranks in grouped(checksums_by_rank):
+    for checksums, ranks in grouped(dict(enumerate(checksums_by_rank))):
         if checksums and len(ranks) > 1:
             rank_zero_warn(
                 f"the first training batch is the same on {ranks_in_words(ranks)}: {names} is"
