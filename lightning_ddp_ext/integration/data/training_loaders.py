@@ -172,8 +172,8 @@ class UnevenInputs:
             refuse(
                 self._strategy,
                 SamplingError(
-                    f"training loader {type(loader.loader).__name__} must have a length on every rank"
-                    f" or on none, or training would hang (lengths by rank: {lengths}; inf means no"
+                    f"training loader {type(loader.loader).__name__} must have a length on every"
+                    f" rank or on none, or training would hang (lengths by rank: {lengths}; inf means no"
                     " length); define __len__ on every rank"
                 ),
             )
@@ -223,8 +223,8 @@ class UnevenInputs:
                 self._strategy,
                 SamplingError(
                     "the ranks cannot share out the samples, because their samplers differ"
-                    f" ({_by_rank(differing)}); create the same dataset and sampler on every rank, or"
-                    " pass Trainer(use_distributed_sampler=False) if each rank has different data"
+                    f" ({_by_rank(differing)}); create the same dataset and sampler on every rank,"
+                    " or pass Trainer(use_distributed_sampler=False) if each rank has different data"
                 ),
             )
         are_uneven = len(set(lengths)) > 1 and math.inf not in lengths
@@ -242,10 +242,10 @@ class UnevenInputs:
         refuse(
             self._strategy,
             SamplingError(
-                f"the ranks have different numbers of training batches ({_by_rank(lengths)}), so some"
-                f" ranks would wait forever after {fewest} batches; pass"
-                " DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a sampler or drop_last=True"
-                " so that every rank gets the same number of batches"
+                f"the ranks have different numbers of training batches ({_by_rank(lengths)}), so"
+                f" some ranks would wait forever after {fewest} batches; pass"
+                " DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a sampler or"
+                " drop_last=True so that every rank gets the same number of batches"
             ),
         )
 
