@@ -173,8 +173,8 @@ class UnevenInputs:
                 self._strategy,
                 SamplingError(
                     f"training loader {type(loader.loader).__name__} must have a length on every"
-                    f" rank or on none, or training would hang (lengths by rank: {lengths}; inf means no"
-                    " length); define __len__ on every rank"
+                    f" rank or on none, or training would hang (lengths by rank: {lengths}; inf means"
+                    " no length); define __len__ on every rank"
                 ),
             )
 
@@ -224,7 +224,8 @@ class UnevenInputs:
                 SamplingError(
                     "the ranks cannot share out the samples, because their samplers differ"
                     f" ({_by_rank(differing)}); create the same dataset and sampler on every rank,"
-                    " or pass Trainer(use_distributed_sampler=False) if each rank has different data"
+                    " or pass Trainer(use_distributed_sampler=False) if each rank has"
+                    " different data"
                 ),
             )
         are_uneven = len(set(lengths)) > 1 and math.inf not in lengths
