@@ -365,7 +365,7 @@ def fail_alone(rank: int, world_size: int, directory: Path) -> None:
 
 def test_a_single_rank_raises_its_own_error(tmp_path: Path) -> None:
     """It asks no other rank what has broken its backward pass."""
-    [failed] = launch_ranks(fail_alone, 1, tmp_path, time_limit=40)
+    [failed] = launch_ranks(fail_alone, 1, tmp_path)
     assert failed.failure.message.startswith("element 0 of tensors does not require grad")
 
 
