@@ -52,7 +52,8 @@ def by_hand_env(world_size: int, port: int | None = None) -> dict[str, Callable[
 def by_srun() -> Environment:
     """Return the variables of ``srun --ntasks-per-node``, on one node."""
     return {
-        "SLURM_JOB_ID": _slurm_job_id(),
+        # Lightning's port is 15000 plus the last four digits.
+        "SLURM_JOB_ID": f"77{free_port('', range(15000, 25000)) - 15000:04}",
         "SLURM_JOB_NAME": "train",
         "SLURM_STEP_ID": "0",
         "SLURM_NTASKS": "2",
@@ -74,13 +75,6 @@ def by_mpirun() -> Environment:
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
         "PMIX_NAMESPACE": "prterun-host-4242@1",
     }
-
-
-def _slurm_job_id() -> str:
-    """Return a job number that gives a free port by Lightning's rule: 15000 plus its
-    last four digits.
-    """
-    return f"77{free_port('', range(15000, 25000)) - 15000:04}"
 
 
 _reservations: list[socket.socket] = []

@@ -365,8 +365,7 @@ class Training:
         module.fail_at = fail_at
         saver = Saver(self.directory / self.name, points)
         chosen["callbacks"] = [saver, *chosen.get("callbacks", ())]
-        strategy = make_strategy(self.side, self.directory, **self.strategy)
-        trainer = make_trainer(strategy, **chosen)
+        trainer = make_trainer(make_strategy(self.side, self.directory, **self.strategy), **chosen)
         status = _fit_until_stop(trainer, module, ckpt_path)
         weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
         loop = trainer.fit_loop.epoch_loop

@@ -150,8 +150,7 @@ def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(
 ) -> None:
     """The survivor also names the rank that died."""
     strategy = {"save_deadline": save_deadline, "checkpoint_io": FaultyIO(fault)}
-    plan = Plan(IN_SIXTH_STEP, strategy)
-    survivor, _ = ranks.launch_ranks(early_ends.train, 2, plan, tmp_path)
+    survivor, _ = ranks.launch_ranks(early_ends.train, 2, Plan(IN_SIXTH_STEP, strategy), tmp_path)
     assert survivor.exit_code == 1
     assert report in survivor.output, survivor.story()
     assert "RankDiedError: rank 1 " in survivor.output

@@ -19,7 +19,6 @@ from tests.harness.environment import Environment, by_srun
 from tests.harness.scripts import run_script
 from tests.integration import continuing
 
-SIGTERM_STATUS = 128 + signal.SIGTERM
 FROM_START = "from the start"
 RESUMED = "resumed"
 
@@ -76,7 +75,7 @@ def run_twice(rank: int, world_size: int, directory: Path, name: str) -> None:
     place = PLACES[name]
     root = directory / name
     stopped = run_command(place, root, continuing.signal_rank_one())
-    assert stopped.status == SIGTERM_STATUS
+    assert stopped.status == training.STOPPED
     assert len(list(root.glob(place.pattern))) == 1
     dist.barrier()
     resumed = run_command(place, root)
@@ -130,8 +129,8 @@ def test_another_command_leaves_a_stop_checkpoint(tmp_path: Path) -> None:
     other = launch_alone(tmp_path, "--lr", "2", stops=False)
     assert other.result == FROM_START
     assert f"in {left.parent}, {left.name} belong to other commands or fits" in other.output
-    same = launch_alone(tmp_path, "--lr", "1", "--ckpt_path", "last", stops=False)
-    assert same.result == RESUMED
+    words = ("--lr", "1", "--ckpt_path", "last")
+    assert launch_alone(tmp_path, *words, stops=False).result == RESUMED
 
 
 def test_a_trial_run_keeps_the_stop_checkpoint(tmp_path: Path) -> None:
@@ -231,7 +230,7 @@ def test_a_command_continues_however_it_is_started(tmp_path: Path) -> None:
     script.write_text(COMMAND)
     (tmp_path / "elsewhere").mkdir()
     starts = ["python train.py", "cd elsewhere; python ../train.py", BY_TORCHRUN]
-    ends = [("10", SIGTERM_STATUS), ("20", SIGTERM_STATUS), ("", 0)]
+    ends = [("10", training.STOPPED), ("20", training.STOPPED), ("", 0)]
     for start, step, (ends_at, exit_code) in zip(starts, (0, 11, 21), ends, strict=True):
         options = {"launcher": ("sh", "-c", start), "env": {"ENDS_AT": ends_at}}
         output = run_script(script, cwd=tmp_path, exit_code=exit_code, **options)

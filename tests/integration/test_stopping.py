@@ -22,7 +22,6 @@ from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.harness import ranks, training
 from tests.integration import checkpointing, continuing
 
-SIGTERM_STATUS = 128 + signal.SIGTERM
 STOP_CHECKPOINT = "last-preempted.ckpt"  # by default
 STEPS = 6  # of two epochs on two ranks
 STEP_START = "on_train_batch_start"
@@ -47,7 +46,7 @@ class Stop(NamedTuple):
     """The callbacks and the strategy of a run, and how it ends."""
 
     callbacks: list[L.Callback]
-    status: int = SIGTERM_STATUS
+    status: int = training.STOPPED
     checkpoints: Sequence[str] = (STOP_CHECKPOINT,)
     strategy: Mapping[str, Any] = {}
 
@@ -90,14 +89,13 @@ def lose_wakeup(trainer: L.Trainer) -> None:
 def validate_in_step(trainer: L.Trainer) -> None:
     """Run another Trainer."""
     strategy = training.make_strategy("ours", Path(trainer.default_root_dir).parent)
-    inner = training.make_trainer(strategy, limit_val_batches=2)
-    inner.validate(training.Net(), verbose=False)
+    training.make_trainer(strategy, limit_val_batches=2).validate(training.Net(), verbose=False)
 
 
 # What happens beside a signal, the exit status, and the files.
 STOPS = {
     "without a stop checkpoint": Stop(
-        [continuing.signal_rank_one()], SIGTERM_STATUS, [], {"stop_checkpoint": None}
+        [continuing.signal_rank_one()], training.STOPPED, [], {"stop_checkpoint": None}
     ),
     "a step that resets the signal's wake-up descriptor": Stop(
         [training.At(STEP_START, lose_wakeup), continuing.signal_rank_one()]
@@ -133,7 +131,7 @@ def stop_after_failed_save(rank: int, world_size: int, directory: Path) -> End:
 def test_the_stop_checkpoint_is_saved_also_after_a_save_that_failed(tmp_path: Path) -> None:
     """The save of the stop does not raise the error of an earlier one in the background."""
     for end in ranks.run_ranks(stop_after_failed_save, 2, tmp_path):
-        assert end.status == SIGTERM_STATUS
+        assert end.status == training.STOPPED
         assert end.checkpoints == [STOP_CHECKPOINT]
 
 
@@ -179,7 +177,7 @@ def stop_beside_handler(rank: int, world_size: int, directory: Path) -> list[int
 
     signal.signal(signal.SIGTERM, handle)
     end = fit(rank, world_size, directory, continuing.signal_rank_one())
-    assert end.status == SIGTERM_STATUS
+    assert end.status == training.STOPPED
     assert signal.getsignal(signal.SIGTERM) is handle
     return passed_on
 
@@ -238,7 +236,7 @@ SAVED = ["RankAbsentError", "saved step 1 to"]
         pytest.param(
             signal.SIGSTOP,
             1,
-            SIGTERM_STATUS,
+            training.STOPPED,
             ["not stopped within 1 s (save_deadline), and rank 1 (host"],
             id="no time to find out",
         ),
@@ -266,8 +264,7 @@ def test_the_last_step_is_saved_though_a_rank_does_not_stop(
     exits with the signal's status, and names the stuck rank.
     """
     with ranks.RankProcesses(hold_rank_one, 2, tmp_path, deadline) as processes:
-        for rank in range(2):
-            processes.wait_for("in step 1", rank)
+        processes.wait_for_all("in step 1")
         processes.kill(1, signum)
         processes.kill(0, signal.SIGTERM)
         [other] = processes.wait(0)
