@@ -96,21 +96,20 @@ def test_the_terminal_of_the_readme_shows_what_a_killed_run_prints(tmp_path: Pat
             assert re.search(f"^{pattern}$", output, re.MULTILINE), (line, output)
 
 
-def on_this_machine(code: str, directory: Path, port: int = 29500) -> str:
+def on_this_machine(code: str, directory: Path, port: int) -> str:
     """Return the code with a directory of the test and a port of this machine in the
-    place of those on the pages.
+    place of those on the pages, which another run of the tests may also use.
     """
-    return code.replace("file:///shared", f"file://{directory}").replace(
-        "10.0.0.1:29500", f"127.0.0.1:{port}"
-    )
+    in_directory = re.sub("file:///(shared|tmp)", f"file://{directory}", code)
+    return in_directory.replace("10.0.0.1:29500", f"127.0.0.1:{port}")
 
 
-def run_blocks(rank: int, world_size: int, directory: Path) -> None:
+def run_blocks(rank: int, world_size: int, directory: Path, port: int) -> None:
     """Run all blocks on a rank in turn, each in a new namespace."""
     os.chdir(directory)
     for block in BLOCKS:
         if not block.title:
-            code = compile(on_this_machine(block.code, directory), block.page, "exec")
+            code = compile(on_this_machine(block.code, directory, port), block.page, "exec")
             exec(code, {"__name__": "__main__"})
 
 
@@ -124,7 +123,8 @@ def test_blocks_of_pages_run(tmp_path: Path) -> None:
     }
     # The Trainer reads its defaults from these variables.
     short = {f"PL_TRAINER_{flag.upper()}": value for flag, value in defaults.items()}
-    run_ranks(run_blocks, 2, tmp_path, env={**by_hand_env(2, port=free_port()), **short})
+    env = {**by_hand_env(2, port=free_port()), **short}
+    run_ranks(run_blocks, 2, tmp_path, free_port(), env=env)
 
 
 def test_a_block_with_a_strategys_name_imports_the_package() -> None:

@@ -14,7 +14,7 @@ from lightning_ddp_ext.checksum import raise_if_different
 from lightning_ddp_ext.errors import RankFailedError
 from lightning_ddp_ext.ranks import Ranks
 from tests.harness.ranks import launch_ranks, run_ranks
-from tests.harness.training import Net, boom, fit, stock_group
+from tests.harness.training import Net, boom, fit, raised, stock_group
 
 OPERATION = "a test"
 LOCK_ERROR = "TypeError: cannot pickle '_thread.lock' object"
@@ -40,9 +40,7 @@ def error_and_cause(
     rank: int, world_size: int, directory: Path, work: Callable[[], Any]
 ) -> tuple[str, str]:
     """Return the error that the work raises, with its notes, and the text of its cause."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        work_on_rank_zero(rank, world_size, directory, work)
-    error = caught.value
+    error = raised(Exception, work_on_rank_zero, rank, world_size, directory, work)
     return "".join(traceback.format_exception_only(error)), str(error.__cause__)
 
 

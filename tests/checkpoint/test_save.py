@@ -88,8 +88,7 @@ def test_checksums_are_recorded_with_any_setting_of_torch(tmp_path: Path) -> Non
     with without_checksums():
         write(kinds(), tmp_path / "it.ckpt")
         assert not get_crc32_options()
-    location = locate(tmp_path / "it.ckpt")
-    assert not restore(location, Ranks(), LoadOptions()).lacks_checksums
+    assert not restore(locate(tmp_path / "it.ckpt"), Ranks(), LoadOptions()).lacks_checksums
 
 
 def run_out_of_space() -> None:

@@ -42,7 +42,7 @@ from tests.harness.ranks import (
     run_ranks,
 )
 from tests.harness.scripts import be_the_script, print_line
-from tests.harness.training import make_trainer
+from tests.harness.training import STOPPED, make_trainer
 
 STEPS = 16  # of an epoch
 BATCH = 2
@@ -72,7 +72,6 @@ SIGNALS: dict[FaultKind, int] = {
 TWO_HOSTS: Start = "by hand, two hosts"
 BY_HAND: tuple[Start, ...] = ("by hand", TWO_HOSTS)
 LAUNCHED: tuple[Start, ...] = ("torchrun", "fork", "spawn")
-STOPPED = 128 + signal.SIGTERM  # the exit status of a rank that stops on SIGTERM
 # See "Maximum delays" in docs/guides/hangs.md. After a death the main thread
 # raises or the process ends; what then runs, and the end of the process, each have the
 # deadline of a save.

@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import logging
 import re
-import signal
 import socket
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +29,6 @@ from tests.harness.ranks import Outcome, by_hand_env, free_port, launch_ranks, s
 STEPS = 4  # of an epoch
 FILE_OF_EPOCH = [f"epoch={epoch}-step={STEPS * (epoch + 1)}.ckpt" for epoch in range(2)]
 STOP_FILE = "last-preempted.ckpt"  # the default, in a folder next to the other checkpoints
-STOPPED = 128 + signal.SIGTERM
 PART = 5 << 20  # bytes; the smallest part of an upload that S3 accepts
 NEEDED = ("moto", "flask", "s3fs")
 DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
@@ -203,7 +201,9 @@ class Job:
         """Stop the command in its second epoch, by a signal to rank 1."""
         stop = training.signalled("on_train_batch_end", STEPS + 1, ranks=[1])
         outcomes = self.launch(callback=stop, **options)
-        assert [outcome.exit_code for outcome in outcomes] == [STOPPED, STOPPED], stories(outcomes)
+        assert [outcome.exit_code for outcome in outcomes] == [training.STOPPED] * 2, stories(
+            outcomes
+        )
 
     def files(self) -> dict[str, str]:
         """Return the files that the store has, with hashes of their contents."""
@@ -256,10 +256,7 @@ def expect_resumed_after_first_epoch(
         training.assert_same(trained.weights, undisturbed)
 
 
-each_way_to_save = pytest.mark.parametrize("is_background", [False, True])
-
-
-@each_way_to_save
+@pytest.mark.parametrize("is_background", [False, True])
 def test_the_same_command_resumes(
     is_background: bool, job: Job, undisturbed: dict[str, Tensor]
 ) -> None:
@@ -303,36 +300,35 @@ def test_an_object_that_another_run_has_replaced_stays(job: Job) -> None:
     assert key in job.files()
 
 
-REQUESTS_IN_A_SAVE = {
-    "in the second part": "PUT .*partNumber=2",
-    "when the upload is completed": "POST .*uploadId=",
-}
+CANNOT_SAVE = f"cannot save checkpoint {{}}/{FILE_OF_EPOCH[1]}: "
 
 
-@each_way_to_save
-@pytest.mark.parametrize("pattern", REQUESTS_IN_A_SAVE.values(), ids=REQUESTS_IN_A_SAVE)
-def test_every_rank_raises_if_the_server_dies_in_a_save(
-    pattern: str, is_background: bool, job: Job, undisturbed: dict[str, Tensor]
+@pytest.mark.parametrize(
+    ("pattern", "is_background", "message"),
+    [
+        pytest.param("PUT .*partNumber=2", False, CANNOT_SAVE, id="in a save"),
+        pytest.param("PUT .*partNumber=2", True, CANNOT_SAVE, id="in a background save"),
+        pytest.param("POST .*uploadId=", False, CANNOT_SAVE, id="at the end of a save"),
+        pytest.param("POST .*uploadId=", True, CANNOT_SAVE, id="at the end of a background save"),
+        pytest.param(
+            f"GET .*/last.ckpt .*bytes={PART}-",
+            False,
+            "checkpoint {}/last.ckpt could not be read: ",
+            id="in a load",
+        ),
+    ],
+)
+def test_every_rank_raises_if_the_server_dies(
+    pattern: str, is_background: bool, message: str, job: Job, undisturbed: dict[str, Tensor]
 ) -> None:
-    """The previous checkpoint is whole, and the same command resumes from it."""
+    """The previous checkpoint is whole, and the same command resumes from it when the server
+    is back.
+    """
     job.run(epochs=1)
     files = job.files()
     outcomes = job.launch(fault=Fault("dies", pattern), is_background=is_background)
     for error in errors_of(outcomes):
-        assert f"cannot save checkpoint {job.url}/{FILE_OF_EPOCH[1]}: " in error
-    assert job.files() == files
-    expect_resumed_after_first_epoch(job.run(), undisturbed)
-
-
-def test_every_rank_raises_if_the_server_dies_in_a_load(
-    job: Job, undisturbed: dict[str, Tensor]
-) -> None:
-    """The same command resumes when the server is back."""
-    job.run(epochs=1)
-    files = job.files()
-    outcomes = job.launch(fault=Fault("dies", f"GET .*/last.ckpt .*bytes={PART}-"))
-    for error in errors_of(outcomes):
-        assert f"checkpoint {job.url}/last.ckpt could not be read: " in error
+        assert message.format(job.url) in error
     assert job.files() == files
     expect_resumed_after_first_epoch(job.run(), undisturbed)
 

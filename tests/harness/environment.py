@@ -52,7 +52,8 @@ def by_hand_env(world_size: int, port: int | None = None) -> dict[str, Callable[
 def by_srun() -> Environment:
     """Return the variables of ``srun --ntasks-per-node``, on one node."""
     return {
-        "SLURM_JOB_ID": _slurm_job_id(),
+        # Lightning's port is 15000 plus the last four digits.
+        "SLURM_JOB_ID": f"77{free_port('', range(15000, 25000)) - 15000:04}",
         "SLURM_JOB_NAME": "train",
         "SLURM_STEP_ID": "0",
         "SLURM_NTASKS": "2",
@@ -76,38 +77,31 @@ def by_mpirun() -> Environment:
     }
 
 
-def _slurm_job_id() -> str:
-    """Return a job number that gives a free port by Lightning's rule: 15000 plus its
-    last four digits.
-    """
-    while True:
-        digits = random.randint(0, 9999)
-        with suppress(OSError), socket.socket() as listener:
-            listener.bind(("", 15000 + digits))
-            return f"77{digits:04}"
-
-
 _reservations: list[socket.socket] = []
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def free_port(host: str = "127.0.0.1", ports: range | None = None) -> int:
     """Return a free TCP port, which no other test on this machine gets while this process
-    runs.
+    runs; by default one below those that the kernel chooses.
 
-    A Unix socket of an abstract name reserves it. Other programs may still take the
-    port, but the kernel does not choose it, because it is below the kernel's range.
+    A Unix socket of an abstract name reserves it. Other programs may still take the port.
     """
-    chosen_by_kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    lowest = int(chosen_by_kernel.read_text().split()[0]) if chosen_by_kernel.exists() else 32768
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
-        port = random.SystemRandom().randrange(max(1024, lowest - 20000), lowest)
+        port = random.SystemRandom().choice(ports or _ports_below_the_kernels())
         with suppress(OSError), socket.socket(family) as listener:
             listener.bind((host, port))
             reservation = socket.socket(socket.AF_UNIX)
             _reservations.append(reservation)
             reservation.bind(f"\0port {port} of tests")
             return port
+
+
+def _ports_below_the_kernels() -> range:
+    """Return 20,000 ports that the kernel chooses for nobody."""
+    chosen_by_kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    lowest = int(chosen_by_kernel.read_text().split()[0]) if chosen_by_kernel.exists() else 32768
+    return range(max(1024, lowest - 20000), lowest)
 
 
 def skip_because(reason: str | None) -> None:

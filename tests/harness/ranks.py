@@ -51,6 +51,7 @@ __all__ = [
     "hold",
     "launch_ranks",
     "measured_coverage",
+    "message_of",
     "output_of_all",
     "rank_name",
     "run_ranks",
@@ -195,6 +196,12 @@ def stories(outcomes: Sequence[Outcome]) -> str:
     return "\n\n".join(outcome.story() for outcome in outcomes)
 
 
+def message_of(outcome: Outcome, kind: type[BaseException]) -> str:
+    """Return the message of a rank that exited with this error and status 1."""
+    assert (outcome.failure.type_name, outcome.exit_code) == (kind.__name__, 1), outcome.story()
+    return outcome.failure.message
+
+
 def error_of(survivor: Outcome, kind: type[Any], culprit: int, pid: int) -> Any:
     """Return the error of a rank that exited with status 1; fail unless it is of this kind
     and names the culprit.
@@ -304,6 +311,11 @@ class RankProcesses:
         values = self._ranks[rank].points[point]
         self._wait_until(lambda: bool(values), f"announce {point!r}", rank)
         return values.pop(0)
+
+    def wait_for_all(self, point: str, *ranks: int) -> None:
+        """Wait until each of these ranks, by default all, announces ``point``."""
+        for rank in ranks or self.pids:
+            self.wait_for(point, rank)
 
     def wait_for_output(self, text: str, rank: int) -> str:
         """Wait until the rank has written ``text``, and return all that it has written;

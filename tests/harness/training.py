@@ -16,9 +16,10 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
@@ -43,14 +44,14 @@ def data(samples: int = 24) -> TensorDataset:
     return TensorDataset(x, x.square().sum(1, keepdim=True))
 
 
-class Rows(IterableDataset[Batch]):
-    """The rows of ``data``, without a length."""
+class Streamed(IterableDataset[Any]):
+    """The samples of a dataset or list, without a length."""
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: Any) -> None:
         self.samples = samples
 
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(data(self.samples))
+    def __iter__(self) -> Iterator[Any]:
+        return (self.samples[number] for number in range(len(self.samples)))
 
 
 class Net(L.LightningModule):
@@ -110,16 +111,21 @@ class Plain(Net):
         return self.loss(batch)
 
 
-class ByHand(Plain):
-    """Makes a step of its optimiser itself in each batch."""
+class OptimizesByHand(L.LightningModule):
+    """Makes a step of the optimiser itself in each batch, with the loss of another class."""
 
     automatic_optimization = False
 
-    def training_step(self, batch: Batch, index: int) -> None:
+    def training_step(self, batch: Any, index: int) -> None:
+        loss = super().training_step(batch, index)
         optimizer = self.optimizers()
         optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
+        self.manual_backward(loss)
         optimizer.step()
+
+
+class ByHand(OptimizesByHand, Plain):
+    """Makes a step of its optimiser itself in each batch."""
 
 
 class Sharded(Plain):
@@ -180,6 +186,14 @@ def fit(
     return trainer
 
 
+def learned(
+    kind: Kind, directory: Path, model: L.LightningModule, *callbacks: L.Callback, **options: Any
+) -> dict[str, Tensor]:
+    """Train on this rank by ``fit``; return the weights."""
+    fit(kind, directory, model, *callbacks, **options)
+    return weights(model)
+
+
 def weights(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of the parameters and buffers, which later steps do not change."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
@@ -226,6 +240,9 @@ def signalled(
     return At(hook, partial(_signal_itself, signum), earlier=earlier, ranks=ranks)
 
 
+STOPPED = 128 + signal.SIGTERM  # the exit status of a rank that stops on SIGTERM
+
+
 def _signal_itself(signum: int, trainer: L.Trainer) -> None:
     os.kill(os.getpid(), signum)
 
@@ -262,6 +279,18 @@ def wait_for_another_ranks_end(*_: object) -> None:
 def in_step(action: Callable[..., object], *ranks: int) -> At:
     """Fail in the second step, when the first one has left gradients."""
     return At("on_train_batch_start", action, earlier=1, ranks=ranks)
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+def raised(
+    kind: type[E] | tuple[type[E], ...], function: Callable[..., object], *args: Any, **options: Any
+) -> E:
+    """Return the error of this kind that a call raises; fail if it raises none."""
+    with pytest.raises(kind) as caught:
+        function(*args, **options)
+    return caught.value
 
 
 @contextmanager
@@ -334,8 +363,7 @@ def start_fit(
 def _fit_and_return_weights(
     rank: int, world_size: int, directory: Path, model: Any, callbacks: Any, options: Any
 ) -> dict[str, Tensor]:
-    fit("ours", directory, model, *callbacks, **options)
-    return weights(model)
+    return learned("ours", directory, model, *callbacks, **options)
 
 
 def on_both(

@@ -5,6 +5,7 @@ saves a checkpoint at that point. ``run(ckpt_path=...)`` resumes, and ``differen
 describes how the resumed run differs from the whole one.
 """
 
+import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,14 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from tests.harness.training import Kind, fit, make_strategy, make_trainer, warnings_with
+from tests.harness.training import (
+    Kind,
+    fit,
+    make_strategy,
+    make_trainer,
+    signalled,
+    warnings_with,
+)
 
 Loaders = Callable[[int, int], Any]  # of a rank in a world of this size
 
@@ -280,6 +288,11 @@ class Saver(L.Callback):
             trainer.save_checkpoint(path)
 
 
+def signal_rank_one(signum: int = signal.SIGTERM) -> L.Callback:
+    """Return a callback that sends a signal to rank 1 in its second step."""
+    return signalled("on_train_batch_end", 1, signum, ranks=[1])
+
+
 # Running and comparing.
 
 
@@ -352,8 +365,7 @@ class Training:
         module.fail_at = fail_at
         saver = Saver(self.directory / self.name, points)
         chosen["callbacks"] = [saver, *chosen.get("callbacks", ())]
-        strategy = make_strategy(self.side, self.directory, **self.strategy)
-        trainer = make_trainer(strategy, **chosen)
+        trainer = make_trainer(make_strategy(self.side, self.directory, **self.strategy), **chosen)
         status = _fit_until_stop(trainer, module, ckpt_path)
         weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
         loop = trainer.fit_loop.epoch_loop

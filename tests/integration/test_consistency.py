@@ -26,6 +26,7 @@ from tests.harness.training import (
     Sharded,
     fit,
     on_ranks,
+    raised,
 )
 
 WEIGHT = "parameter layers.0.weight"
@@ -180,9 +181,8 @@ def average(kind: Kind, directory: Path) -> str:
         "ddp_comm_state": PostLocalSGDState(None, None, 2),
         "model_averaging_period": 2,
     }
-    with pytest.raises(ConfigurationError) as refused:
-        fit(kind, directory, Net(), RankConsistency(), strategy=averaging)
-    return str(refused.value)
+    arguments = (kind, directory, Net(), RankConsistency())
+    return str(raised(ConfigurationError, fit, *arguments, strategy=averaging))
 
 
 def test_models_that_are_averaged_are_refused(tmp_path: Path) -> None:

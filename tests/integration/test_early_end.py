@@ -137,18 +137,20 @@ def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("fault", "report"),
+    ("fault", "save_deadline", "report"),
     [
-        pytest.param(fill_disk, "No space left on device", id="full disk"),
-        pytest.param(training.wait_for_ever, "will finish writing its checkpoint", id="stuck disk"),
+        pytest.param(fill_disk, 60, "No space left on device", id="full disk"),
+        pytest.param(
+            training.wait_for_ever, 1, "will finish writing its checkpoint", id="stuck disk"
+        ),
     ],
 )
 def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(
-    fault: Callable[[], None], report: str, tmp_path: Path
+    fault: Callable[[], None], save_deadline: int, report: str, tmp_path: Path
 ) -> None:
     """The survivor also names the rank that died."""
-    plan = Plan(IN_SIXTH_STEP, {"save_deadline": 1, "checkpoint_io": FaultyIO(fault)})
-    survivor, _ = ranks.launch_ranks(early_ends.train, 2, plan, tmp_path)
+    strategy = {"save_deadline": save_deadline, "checkpoint_io": FaultyIO(fault)}
+    survivor, _ = ranks.launch_ranks(early_ends.train, 2, Plan(IN_SIXTH_STEP, strategy), tmp_path)
     assert survivor.exit_code == 1
     assert report in survivor.output, survivor.story()
     assert "RankDiedError: rank 1 " in survivor.output

@@ -2,7 +2,6 @@
 ``SamplerEpochSeeding``. What users or Lightning set is not set again.
 """
 
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -260,23 +259,6 @@ def count_calls_of_divided(kind: Kind, directory: Path) -> list[int]:
 def test_a_sampler_that_is_divided_gets_each_epoch_once(tmp_path: Path) -> None:
     """This holds for samplers and batch samplers of the user's."""
     assert on_ranks("ours", count_calls_of_divided, tmp_path) == [[2, 2]] * 2
-
-
-class Processes(Numbers):
-    """Samples that are the process that reads them."""
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor([float(os.getpid())])
-
-
-def read_processes(kind: Kind, directory: Path) -> Epochs:
-    return read(kind, directory, lambda: DataLoader(Processes(4), 2, **KEPT))
-
-
-def test_persistent_workers_stay_in_each_epoch(tmp_path: Path) -> None:
-    """They start again only if the epoch could change what they read."""
-    for processes in on_ranks("ours", read_processes, tmp_path):
-        assert processes[0] == processes[1] == processes[2]
 
 
 # What users or Lightning set.

@@ -207,9 +207,7 @@ def refuse(rank: int, world_size: int, directory: Path) -> list[str]:
     for refusal in REFUSALS:
         trainer = new_trainer("ours", directory)
         refusal.act(trainer)
-        with pytest.raises(SamplingError) as caught:
-            gather_predictions(trainer)
-        errors.append(str(caught.value))
+        errors.append(str(training.raised(SamplingError, gather_predictions, trainer)))
     return errors
 
 

@@ -22,8 +22,9 @@ from tests.harness.training import (
     Batch,
     Kind,
     Net,
-    Rows,
+    Streamed,
     assert_same,
+    data,
     fit,
     fit_on,
     make_strategy,
@@ -152,7 +153,7 @@ class ValidatesMoreSteps(Net):
         self.log("val", self.loss(batch).detach(), on_step=True, on_epoch=True, sync_dist=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(Rows(3 - self.global_rank), batch_size=1)
+        return DataLoader(Streamed(data(3 - self.global_rank)))
 
 
 def test_a_rank_with_more_validation_steps_is_named(tmp_path: Path) -> None:

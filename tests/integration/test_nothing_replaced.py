@@ -86,11 +86,8 @@ def replaced_in_runs(kind: training.Kind, directory: Path) -> list[set[str]]:
         training.At(hook, lambda trainer: in_hooks.append(replaced_methods(trainer)))
         for hook in HOOKS
     ]
-    trainer = training.make_trainer(
-        training.make_strategy(kind, directory), callbacks=callbacks, enable_checkpointing=True
-    )
     model = training.Net()
-    trainer.fit(model)
+    trainer = training.fit(kind, directory, model, *callbacks, enable_checkpointing=True)
     assert not replaced_methods(trainer)
     trainer.test(model)
     assert not replaced_methods(trainer)

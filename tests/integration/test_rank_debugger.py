@@ -13,7 +13,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from debugpy.common.messaging import JsonIOStream, JsonMessageChannel
 
@@ -133,11 +132,9 @@ def test_torchs_prompt_stops_in_one_rank(tmp_path: Path) -> None:
 
 
 def debug_rank_3(rank: int, world_size: int) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        training.make_trainer(
-            "ddp_ext", devices=1, callbacks=[RankDebugger(0), RankDebugger(3)]
-        ).fit(training.Net())
-    return str(caught.value)
+    callbacks = [RankDebugger(0), RankDebugger(3)]
+    trainer = training.make_trainer("ddp_ext", devices=1, callbacks=callbacks)
+    return str(training.raised(ConfigurationError, trainer.fit, training.Net()))
 
 
 def test_a_rank_that_does_not_exist_is_refused() -> None:

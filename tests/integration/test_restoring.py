@@ -279,9 +279,9 @@ def refused(kind: training.Kind, directory: Path, files: list[Path], is_mapped: 
         trainer = checkpointing.trainer_for(
             kind, directory, RankZeroCheckpointIO(weights_only=weights_only)
         )
-        with pytest.raises(Exception) as caught:  # noqa: PT011
-            trainer.test(checkpointing.Net(), ckpt_path=path, verbose=False)
-        errors.append(f"{caught.type.__name__}: {caught.value}")
+        options = {"ckpt_path": path, "verbose": False}
+        error = training.raised(CheckpointError, trainer.test, checkpointing.Net(), **options)
+        errors.append(f"{type(error).__name__}: {error}")
     return errors
 
 
@@ -377,9 +377,8 @@ def run_command(
 
 def refused_command(kind: training.Kind, directory: Path, kept: Path | str) -> str:
     """Return the error of a command that resumes."""
-    with pytest.raises(CheckpointError) as caught:
-        run_command(kind, directory, kept)
-    return f"{caught.type.__name__}: {caught.value}"
+    error = training.raised(CheckpointError, run_command, kind, directory, kept)
+    return f"{type(error).__name__}: {error}"
 
 
 def make_unreadable(path: Path) -> None:
@@ -430,8 +429,7 @@ def resumed_from_a_store(kind: training.Kind, directory: Path) -> list[int]:
         saving = ModelCheckpoint("memory://bucket/run", save_last=True)
         begin = training.At("on_train_start", lambda trainer: begun.append(trainer.global_step))
         options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": epochs}
-        model = training.Net()
-        training.fit(kind, directory, model, saving, begin, ckpt_path="last", **options)
+        training.fit(kind, directory, training.Net(), saving, begin, ckpt_path="last", **options)
     return begun
 
 

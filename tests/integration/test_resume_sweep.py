@@ -28,7 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistributedSampler
 from tests.harness import sweeps
-from tests.harness.training import signalled
+from tests.harness.training import OptimizesByHand, signalled
 from tests.integration import continuing
 
 BATCH_SIZE = 2
@@ -219,17 +219,8 @@ def loaders_of(case: Case, rank: int, ranks: int) -> Any:
 # What is trained.
 
 
-class Manual(continuing.Net):
+class Manual(OptimizesByHand, continuing.Net):
     """Optimises manually."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, index: int) -> None:
-        loss = super().training_step(batch, index)
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
 
 
 def training_of(case: Case, rank: int, ranks: int, place: Path) -> continuing.Training:

@@ -301,8 +301,11 @@ def training_of(kind: Kind, directory: Path) -> continuing.Training:
     return continuing.Training(loaders, directory, options={"max_epochs": 2}, side=kind)
 
 
-def save_two(kind: Kind, directory: Path) -> list[str]:
-    return [*training_of(kind, directory).run(MIDDLE, FIRST_EPOCH_END).saved.values()]
+def save_at(
+    kind: Kind, directory: Path, make: Callable[[Kind, Path], continuing.Training], *points: str
+) -> list[str]:
+    """Return the checkpoints of a training at these points."""
+    return [*make(kind, directory).run(*points).saved.values()]
 
 
 def resume_as_stock(
@@ -325,7 +328,7 @@ def test_data_and_random_numbers_can_be_left_to_stock(tmp_path: Path) -> None:
 
     Rank 0 shows Lightning's warning, which is hidden only where an epoch continues.
     """
-    paths, _ = on_ranks("ours", save_two, tmp_path)
+    paths, _ = on_ranks("ours", save_at, tmp_path, training_of, MIDDLE, FIRST_EPOCH_END)
     ours, stock = on_both(resume_as_stock, tmp_path, paths)
     for (own_runs, own_shown), (stock_runs, shown) in zip(ours, stock, strict=True):
         assert [run.steps for run in own_runs] == [run.steps for run in stock_runs]
@@ -352,10 +355,6 @@ def stream_training(kind: Kind, directory: Path) -> continuing.Training:
     return continuing.Training(load_stream, directory, options={"max_epochs": 2}, side=kind)
 
 
-def save_stream(kind: Kind, directory: Path) -> str:
-    return stream_training(kind, directory).run(MIDDLE).saved[MIDDLE]
-
-
 def resume_stream(kind: Kind, directory: Path, path: str) -> continuing.Resumed:
     return continuing.resume(stream_training(kind, directory), path)
 
@@ -364,7 +363,7 @@ def resume_stream(kind: Kind, directory: Path, path: str) -> continuing.Resumed:
 def test_a_checkpoint_without_a_position_repeats_the_epoch(kind: str, tmp_path: Path) -> None:
     """Each rank reads all its own data again, and rank 0 warns with the remedy."""
     side: Kind = "stock" if kind == "stock" else "ours"
-    path, _ = on_ranks(side, save_stream, tmp_path)
+    [path], _ = on_ranks(side, save_at, tmp_path, stream_training, MIDDLE)
     if kind == "another release":
         checkpoint = torch.load(path, weights_only=False)
         checkpoint["lightning_ddp_ext"]["version"] = 5

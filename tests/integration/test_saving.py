@@ -76,9 +76,8 @@ def files_after_a_failure(kind: training.Kind, directory: Path) -> list[str]:
     )
     io = checkpointing.FailsWhenAwaited(lambda path: path.endswith("step=2.ckpt"))
     trainer = checkpointing.trainer_for(kind, directory, io, [saver], max_epochs=1)
-    with pytest.raises(CheckpointSaveError) as caught:
-        trainer.fit(training.Net())
-    return [str(caught.value).partition(";")[0], *(path.name for path in kept.glob("step=*"))]
+    error = training.raised(CheckpointSaveError, trainer.fit, training.Net())
+    return [str(error).partition(";")[0], *(path.name for path in kept.glob("step=*"))]
 
 
 @pytest.mark.parametrize("kind", training.KINDS)
@@ -216,9 +215,8 @@ def fit_on_full_disk(
     )
     io = checkpointing.make_io(is_background=is_background)
     trainer = checkpointing.trainer_for(kind, directory, io, [saving], max_epochs=epochs)
-    with pytest.raises(CheckpointSaveError) as caught:
-        trainer.fit(training.Net())
-    return str(caught.value), trainer.current_epoch
+    error = training.raised(CheckpointSaveError, trainer.fit, training.Net())
+    return str(error), trainer.current_epoch
 
 
 @pytest.mark.lowest
@@ -261,10 +259,9 @@ def saved_after_a_failure(kind: training.Kind, directory: Path) -> str:
         kind, directory, checkpointing.make_io(is_background=True), max_epochs=1
     )
     trainer.fit(training.Net())
-    with pytest.raises(CheckpointSaveError) as caught:
-        trainer.save_checkpoint("/dev/null/it.ckpt")
+    error = training.raised(CheckpointSaveError, trainer.save_checkpoint, "/dev/null/it.ckpt")
     trainer.save_checkpoint(directory / "it.ckpt")
-    return str(caught.value)
+    return str(error)
 
 
 def test_a_save_after_the_training_is_finished_when_it_returns(tmp_path: Path) -> None:
@@ -295,9 +292,7 @@ def test_ranks_that_handle_a_failed_save_continue(tmp_path: Path) -> None:
     assert steps == training.on_ranks("stock", steps_after_a_failed_save, tmp_path)
 
 
-def fail_on_rank_1(trainer: L.Trainer) -> None:
-    if trainer.global_rank == 1:
-        raise ValueError("on purpose")
+FAIL = training.At("on_train_batch_start", training.boom, earlier=2, ranks=[1])
 
 
 def raises_in_training(
@@ -309,11 +304,10 @@ def raises_in_training(
         kind,
         directory,
         io,
-        [training.At("on_train_batch_start", fail_on_rank_1, earlier=2), callback],
+        [FAIL, callback],
     )
-    with pytest.raises((ValueError, DDPExtError)) as caught:
-        trainer.fit(training.Net())
-    return f"{caught.type.__name__}: {caught.value}"
+    error = training.raised((ValueError, DDPExtError), trainer.fit, training.Net())
+    return f"{type(error).__name__}: {error}"
 
 
 @pytest.mark.parametrize(
@@ -335,7 +329,7 @@ def test_an_exception_leaves_its_checkpoint(make: Any, background: bool, tmp_pat
     of_rank_0, of_rank_1 = training.on_ranks(
         "ours", raises_in_training, tmp_path, background, callback
     )
-    assert of_rank_1 == "ValueError: on purpose"
+    assert of_rank_1 == "BoomError: no such layer"
     assert "rank 1" in of_rank_0
     assert torch.load(tmp_path / "rest.ckpt")["global_step"] == 2
 
@@ -345,18 +339,16 @@ def fails_over_nccl(kind: training.Kind, directory: Path) -> list[str]:
     earlier = directory / "rest.ckpt"
     callbacks = [
         training.At("on_train_start", lambda _: earlier.write_text("earlier")),
-        training.At("on_train_batch_start", fail_on_rank_1, earlier=2),
+        FAIL,
         OnExceptionCheckpoint(directory, "rest"),
     ]
     strategy = training.make_strategy(
         "ours", directory, process_group_backend=training.backend("nccl_stand_in")
     )
     trainer = training.make_trainer(strategy, callbacks=callbacks, enable_checkpointing=True)
-    with pytest.raises((ValueError, DDPExtError)) as fitting:
-        trainer.fit(training.Net())
-    with pytest.raises(CheckpointSaveError) as saving:
-        trainer.save_checkpoint(earlier)
-    return [f"{fitting.type.__name__}: {fitting.value}", str(saving.value)]
+    error = training.raised((ValueError, DDPExtError), trainer.fit, training.Net())
+    of_save = training.raised(CheckpointSaveError, trainer.save_checkpoint, earlier)
+    return [f"{type(error).__name__}: {error}", str(of_save)]
 
 
 def test_nothing_is_saved_once_nccl_was_aborted(tmp_path: Path) -> None:
@@ -366,7 +358,7 @@ def test_nothing_is_saved_once_nccl_was_aborted(tmp_path: Path) -> None:
     """
     other, failed = training.on_ranks("ours", fails_over_nccl, tmp_path)
     assert other[0].startswith("RankFailedError: ")
-    assert failed[0] == "ValueError: on purpose"
+    assert failed[0] == "BoomError: no such layer"
     for _, error_of_save in (other, failed):
         assert "NCCL was aborted after a failure" in error_of_save
     assert (tmp_path / "ours" / "rest.ckpt").read_text() == "earlier"

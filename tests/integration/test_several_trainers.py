@@ -52,9 +52,7 @@ def test_a_further_trainer_gets_its_own_timeout_in_the_same_group(tmp_path: Path
 
 
 def refusal(trainer: L.Trainer) -> str:
-    with pytest.raises(ConfigurationError) as refused:
-        trainer.fit(training.Net())
-    return str(refused.value)
+    return str(training.raised(ConfigurationError, trainer.fit, training.Net()))
 
 
 def fit_then_fit(rank: int, world_size: int, directory: Path) -> tuple[str, str]:

@@ -217,8 +217,7 @@ def test_several_slow_ranks_are_in_one_line() -> None:
 
 def test_small_differences_are_no_news() -> None:
     """A rank that takes less than a millisecond longer is not slow, whatever the ratio."""
-    report = [row(0, "a", data=0.01), row(1, "a", data=0.9)]
-    assert slow_parts(report, ratio=1.5) == {}
+    assert slow_parts([row(0, "a", data=0.01), row(1, "a", data=0.9)], ratio=1.5) == {}
 
 
 @pytest.mark.parametrize(

@@ -364,8 +364,7 @@ def resume_with_lower_limit(rank: int, world_size: int, directory: Path) -> list
 def test_an_epoch_beyond_its_limit_ends_after_one_step(tmp_path: Path) -> None:
     """It does not have as many batches again."""
     for steps in run_ranks(resume_with_lower_limit, 2, tmp_path):
-        moments = [step.moment for step in steps]
-        assert moments == [(0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
+        assert [step.moment for step in steps] == [(0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
 
 
 TWENTY_FOUR = partial(divided_by_strategy, samples=24)

@@ -26,7 +26,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
 )
 from torchmetrics import MeanSquaredError, Metric
@@ -54,17 +53,6 @@ class Numbered(Dataset[Any]):
         return torch.arange(4.0).mul(number + 1).sin() + noise / 10, target, number
 
 
-class Stream(IterableDataset[Any]):
-    """The same samples without a length."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[Any]:
-        data = Numbered(self.samples)
-        return (data[number] for number in range(self.samples))
-
-
 def own_sampler(samples: int, **options: Any) -> DataLoader[Any]:
     data = Numbered(samples)
     return DataLoader(data, sampler=DistributedSampler(data, seed=2), **options)
@@ -88,7 +76,9 @@ LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "shuffled": lambda samples, **options: DataLoader(Numbered(samples), shuffle=True, **options),
     "own sampler": own_sampler,
     "own generator": own_generator,
-    "stream": lambda samples, **options: DataLoader(Stream(samples), **options),
+    "stream": lambda samples, **options: DataLoader(
+        training.Streamed(Numbered(samples)), **options
+    ),
     "own iteration": lambda samples, **options: OwnIteration(Numbered(samples), **options),
     "worker": lambda samples, **options: DataLoader(Numbered(samples), num_workers=1, **options),
     "kept worker": lambda samples, **options: DataLoader(Numbered(samples), **KEPT, **options),

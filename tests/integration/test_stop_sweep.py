@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from tests.harness import sweeps
 from tests.harness.ranks import run_ranks
-from tests.harness.training import Net, make_strategy, make_trainer, signalled
+from tests.harness.training import Net, make_strategy, make_trainer, raised, signalled
 from tests.integration import continuing
 
 
@@ -338,9 +338,7 @@ def stop_evaluations(rank: int, world_size: int, directory: Path) -> list[Any]:
         stop = signalled(hook, ranks=[1])
         strategy = make_strategy("ours", directory)
         trainer = make_trainer(strategy, callbacks=[stop], default_root_dir=directory / "run")
-        with pytest.raises(SystemExit) as end:
-            getattr(trainer, function)(Net())
-        statuses.append(end.value.code)
+        statuses.append(raised(SystemExit, getattr(trainer, function), Net()).code)
     return statuses
 
 

@@ -6,7 +6,7 @@ immediately.
 import importlib
 import inspect
 import re
-import typing
+import sys
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -46,13 +46,14 @@ SUFFIXES = {
 }
 
 
-def test_a_name_stands_for_its_start_method_and_option() -> None:
+def test_a_name_stands_for_its_start_method_and_option(monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing the package again does not add names or raise."""
     expected = {
         name + suffix: {"start_method": start_method, **options}
         for name, start_method in START_METHODS.items()
         for suffix, options in SUFFIXES.items()
     }
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])  # an import adds a finder
     importlib.reload(lightning_ddp_ext)
     registered = {
         name: entry["init_params"]
@@ -60,12 +61,6 @@ def test_a_name_stands_for_its_start_method_and_option() -> None:
         if entry["strategy"] is DDPExtStrategy
     }
     assert registered == expected
-
-
-def test_a_trainer_finds_the_strategy_by_its_name() -> None:
-    """Capital letters do not matter, and ``ddp`` still is Lightning's own strategy."""
-    assert type(training.make_trainer("DDP_EXT_Fork").strategy) is DDPExtStrategy
-    assert type(training.make_trainer("ddp").strategy) is DDPStrategy
 
 
 @pytest.mark.parametrize(
@@ -131,12 +126,6 @@ def test_arguments_of_stock_have_stocks_defaults() -> None:
     assert {name: OURS[name].default for name in named} == {
         name: stock[name].default for name in named
     }
-
-
-def test_every_argument_is_typed() -> None:
-    """LightningCLI sees only annotated arguments; more than thirty would be too many."""
-    assert typing.get_type_hints(DDPExtStrategy.__init__).keys() - {"return"} == OURS.keys()
-    assert len(OURS) <= 30
 
 
 def test_every_argument_is_explained_in_the_docstring() -> None:

@@ -195,9 +195,7 @@ class Compiled(training.Net):
 
 def train_compiled(kind: training.Kind, directory: Path) -> dict[str, Any]:
     L.seed_everything(7)
-    model = Compiled()
-    training.fit(kind, directory, model, max_epochs=1, limit_val_batches=0)
-    return training.weights(model)
+    return training.learned(kind, directory, Compiled(), max_epochs=1, limit_val_batches=0)
 
 
 @pytest.mark.nightly

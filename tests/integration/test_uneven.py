@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_ddp_ext import SamplingError, ScalableDistributedSampler
-from tests.harness.ranks import run_ranks
-from tests.harness.training import Net, fit_on, warnings_with
+from lightning_ddp_ext import ConfigurationError, SamplingError, ScalableDistributedSampler
+from tests.harness.ranks import message_of, run_ranks
+from tests.harness.training import Net, fit_on, raised, warnings_with
 from tests.integration import continuing
 
 Lengths = list[int]  # of a rank's data, by epoch
@@ -172,15 +172,6 @@ def other_lengths(rank: int) -> DataLoader[Any]:
     return DataLoader(continuing.Numbers(3 if rank == 0 else 4))
 
 
-def no_length_on_rank_zero(rank: int) -> DataLoader[Any]:
-    return DataLoader(continuing.Stream(3, rank) if rank == 0 else continuing.Numbers(3))
-
-
-def part_of_ten(rank: int) -> DataLoader[Any]:
-    """Return a loader of this rank's own part, which the strategy divides once more."""
-    return DataLoader(Subset(continuing.Numbers(10), range(10)[rank::3]))
-
-
 def own_seed(rank: int) -> DataLoader[Any]:
     """Return a loader with an order that only this rank draws."""
     numbers = continuing.Numbers(9)
@@ -236,7 +227,7 @@ DIFFERENCES = {
         ),
     ),
     "a stream on one rank": Difference(
-        no_length_on_rank_zero,
+        lambda rank: DataLoader(continuing.Stream(3, rank) if rank == 0 else continuing.Numbers(3)),
         options={"strategy": STOP},
         message=(
             "training loader DataLoader must have a length on every rank or on none, or training"
@@ -245,7 +236,8 @@ DIFFERENCES = {
         ),
     ),
     "datasets": Difference(
-        part_of_ten,
+        # Each rank has its own part, which the strategy divides once more.
+        lambda rank: DataLoader(Subset(continuing.Numbers(10), range(10)[rank::3])),
         options={"use_distributed_sampler": True},
         message=(
             "the ranks cannot share out the samples, because their samplers differ (length 4 of"
@@ -273,9 +265,8 @@ def refuse(rank: int, world_size: int, directory: Path) -> dict[str, str]:
     errors = {}
     for name, difference in DIFFERENCES.items():
         options = {"devices": world_size, **difference.options}
-        with pytest.raises(SamplingError) as refused:
-            train(directory, difference.make(rank), **options)
-        errors[name] = str(refused.value)
+        loader = difference.make(rank)
+        errors[name] = str(raised(SamplingError, train, directory, loader, **options))
     return errors
 
 
@@ -314,10 +305,9 @@ def test_lengths_that_the_ranks_cannot_compare_yet_are_refused(tmp_path: Path) -
     `configure_callbacks` runs before.
     """
     for outcome in fit_on(2, tmp_path, Counting(), strategy=STOP):
-        assert outcome.failure.type_name == "ConfigurationError", outcome.story()
         assert (
             "configure_callbacks runs before they connect; read estimated_stepping_batches in setup"
-            in outcome.failure.message
+            in message_of(outcome, ConfigurationError)
         )
 
 

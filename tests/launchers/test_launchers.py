@@ -184,8 +184,7 @@ def learned_with_stock(world_size: int) -> tuple[str, list[Any]]:
 
 
 def learn_as(kind: Kind, directory: Path) -> tuple[str, list[Any]]:
-    strategy = make_strategy(kind, directory)
-    return learn(strategy, ("fit", "test"), devices=dist.get_world_size())
+    return learn(make_strategy(kind, directory), ("fit", "test"), devices=dist.get_world_size())
 
 
 def run_train(argument: str, env: Environment, processes: int = 2, **options: Any) -> str:
@@ -314,8 +313,7 @@ def test_by_hand_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
         "GLOO_SOCKET_IFNAME": None,
     }
     places = [nodes[rank // 2] for rank in range(4)]
-    output = run_train(runs.argument(), env, 4, namespaces=places)
-    runs.expect_trained(output)
+    runs.expect_trained(run_train(runs.argument(), env, 4, namespaces=places))
 
 
 @pytest.mark.nightly
@@ -324,8 +322,7 @@ def test_a_script_on_each_node(nodes: Network, shared_dir: Path) -> None:
     """A script started by hand with NODE_RANK starts the other ranks of its node."""
     runs = Runs(shared_dir, "tcp", nodes=2, tcp=f"tcp://{nodes[0].address}:{PORT}")
     env: Environment = {"NODE_RANK": str, "GLOO_SOCKET_IFNAME": None}
-    output = run_train(runs.argument(), env, namespaces=list(nodes))
-    runs.expect_trained(output)
+    runs.expect_trained(run_train(runs.argument(), env, namespaces=list(nodes)))
 
 
 if __name__ == "__main__":

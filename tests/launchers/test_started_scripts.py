@@ -16,6 +16,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_ddp_ext.errors import ConfigurationError
 from tests.harness.ranks import run_ranks
 from tests.harness.scripts import run_on_ranks, run_script
+from tests.harness.training import raised
 
 SCRIPT = """
 import json
@@ -220,9 +221,7 @@ def give_callback_of_pytorch_lightning(rank: int, world_size: int) -> str:
 
     options = {"devices": 1, "accelerator": "cpu", "logger": False}
     trainer = L.Trainer(strategy="ddp_ext", callbacks=[UsersCallback(60)], **options)
-    with pytest.raises(ConfigurationError) as caught:
-        trainer.fit(BoringModel())
-    return str(caught.value)
+    return str(raised(ConfigurationError, trainer.fit, BoringModel()))
 
 
 def test_a_callback_of_another_tree_is_refused() -> None:

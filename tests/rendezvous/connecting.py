@@ -17,7 +17,7 @@ from lightning_ddp_ext.rendezvous.init_method import File, Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.world import World
-from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold
+from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold, message_of
 
 # Where ranks on one host find each other.
 Place = Tcp | File
@@ -150,8 +150,7 @@ def hold_before(name: str) -> None:
 def started(where: Place, settings: Sequence[Settings], **options: Any) -> Iterator[RankProcesses]:
     """Start a process for each entry of ``settings``; they join at the same time."""
     with RankProcesses(connect, len(settings), where, settings, **options) as ranks:
-        for seat in ranks.pids:
-            ranks.wait_for("ready", seat)
+        ranks.wait_for_all("ready")
         ranks.release(*ranks.pids)
         yield ranks
 
@@ -162,12 +161,6 @@ def outcomes_at(
     """Return the outcomes of processes that join at the same time."""
     with started(where, [{"init_timeout": init_timeout, **fields} for fields in settings]) as ranks:
         return ranks.wait()
-
-
-def message_of(outcome: Outcome, kind: type[BaseException]) -> str:
-    """Return the message of a rank that exited with this error and status 1."""
-    assert (outcome.failure.type_name, outcome.exit_code) == (kind.__name__, 1), outcome.story()
-    return outcome.failure.message
 
 
 def common_message(outcomes: Sequence[Outcome], kind: type[BaseException]) -> str:

@@ -17,13 +17,12 @@ from lightning_ddp_ext.rendezvous.channel import encode
 from lightning_ddp_ext.rendezvous.endpoint import Address, FileEndpoint
 from lightning_ddp_ext.rendezvous.init_method import File, Tcp
 from lightning_ddp_ext.rendezvous.request import RankInfo, Timeouts
-from tests.harness.ranks import HOST, RankProcesses, free_port, rank_name
+from tests.harness.ranks import HOST, RankProcesses, free_port, message_of, rank_name
 from tests.rendezvous.connecting import (
     LONG,
     Answer,
     common_message,
     connect,
-    message_of,
     outcomes_at,
     place,
     server,
@@ -52,8 +51,7 @@ def test_ranks_or_settings_that_conflict_are_named(
 ) -> None:
     """The error of every rank names both processes or the setting, and the remedy."""
     settings = [{"timeouts": SOON, **fields} for fields in ({}, {}, third)]
-    where = place(kind, tmp_path)
-    outcomes = outcomes_at(where, settings, init_timeout=LONG)
+    outcomes = outcomes_at(place(kind, tmp_path), settings, init_timeout=LONG)
     assert re.fullmatch(expected, common_message(outcomes, RendezvousError))
 
 
@@ -81,8 +79,7 @@ def test_a_late_rank_does_not_find_a_run_that_has_started(kind: str, tmp_path: P
     late = {"rank": 1, "world_size": 2, "init_timeout": 2.0}
     with RankProcesses(connect, 3, place(kind, tmp_path), [*running, late]) as ranks:
         ranks.release(0, 1)
-        for seat in (0, 1):
-            ranks.wait_for("in front", seat)
+        ranks.wait_for_all("in front", 0, 1)
         ranks.release(2)
         (refused,) = ranks.wait(2)
         # Each rank of the run has two collectives: that which checks the new group, and
@@ -187,7 +184,6 @@ def test_a_killed_runs_address_does_not_disturb_the_next_run(
             Address((where.host,), where.port, "of a killed run", "network")
         )
         assert path.stat().st_mode & 0o777 == 0o600
-        settings = [{"timeouts": SOON}] * 2
-        outcomes = outcomes_at(File(str(path)), settings, init_timeout=LONG)
+        outcomes = outcomes_at(File(str(path)), [{"timeouts": SOON}] * 2, init_timeout=LONG)
     assert [outcome.result for outcome in outcomes] == [2.0, 2.0]
     assert list(tmp_path.iterdir()) == []

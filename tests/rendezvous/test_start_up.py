@@ -19,13 +19,12 @@ from lightning_ddp_ext.rendezvous.init_method import File, Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from tests.harness.environment import Network
-from tests.harness.ranks import HOST, free_port, launch_ranks, rank_name
+from tests.harness.ranks import HOST, free_port, launch_ranks, message_of, rank_name
 from tests.harness.training import backend
 from tests.rendezvous.connecting import (
     LONG,
     Place,
     common_message,
-    message_of,
     outcomes_at,
     place,
     request,
@@ -40,8 +39,7 @@ def test_every_rank_names_one_that_never_starts(tmp_path: Path) -> None:
     """All raise after the shortest ``init_timeout``, and list the connected ranks."""
     where = place("tcp", tmp_path)
     common = {"world_size": 3, "init_method": "env://"}
-    waits = (LONG, 5.0)
-    outcomes = outcomes_at(where, [{"init_timeout": wait, **common} for wait in waits])
+    outcomes = outcomes_at(where, [{"init_timeout": wait, **common} for wait in (LONG, 5.0)])
     present = ", ".join(rank_name(outcome.rank, outcome.pid) for outcome in outcomes)
     assert common_message(outcomes, RendezvousError) == (
         f"rank 2 of 3 did not connect to {where} (env://) within 5 s (init_timeout);"
@@ -126,8 +124,7 @@ def test_a_rank_that_exits_before_all_have_connected_is_named_immediately(
 ) -> None:
     """The other ranks do not wait for ``init_timeout``."""
     with started(place(kind, tmp_path), [{"init_timeout": LONG, "world_size": 4}] * 3) as ranks:
-        for rank in (1, 2):
-            ranks.wait_for("connected", rank)
+        ranks.wait_for_all("connected", 1, 2)
         ranks.kill(victim, end)
         others = ranks.wait(*({0, 1, 2} - {victim}))
     name = re.escape(rank_name(victim, ranks.pids[victim]))
@@ -276,5 +273,4 @@ def test_a_group_that_does_not_work_is_refused(
 ) -> None:
     """The error is raised in time and names a remedy, and the process exits."""
     (outcome,) = launch_ranks(form_broken_group, 1, place("file", tmp_path), functions)
-    message = message_of(outcome, RendezvousError)
-    assert f"the nccl_stand_in group of 1 ranks {finding}" in message
+    assert f"the nccl_stand_in group of 1 ranks {finding}" in message_of(outcome, RendezvousError)

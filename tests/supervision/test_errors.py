@@ -44,12 +44,13 @@ from tests.harness.training import (
     fit_on,
     in_step,
     interrupt,
+    learned,
     make_strategy,
     make_trainer,
+    raised,
     start_fit,
     wait_for_another_ranks_end,
     wait_for_ever,
-    weights,
 )
 
 STEPS_OF_EPOCH = 4  # of ``Net``, on two ranks
@@ -106,8 +107,7 @@ def test_others_raise_while_the_failed_rank_continues(
         (failed,) = ranks.wait(culprit)
     assert_names_culprit(survivor, culprit, failed.pid)
     assert failed.exit_code == 0, failed.story()
-    saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
-    assert saved["global_step"] == steps
+    assert torch.load(tmp_path / "on_exception.ckpt", weights_only=False)["global_step"] == steps
 
 
 def fit_with_little_time(rank: int, world_size: int, directory: Path, *faults: At) -> None:
@@ -224,8 +224,7 @@ def test_a_death_after_fit_is_raised_by_the_next_fit(culprit: int, tmp_path: Pat
     It raises immediately when it needs the dead rank again.
     """
     with RankProcesses(fit_work_and_fit, 2, tmp_path) as ranks:
-        for rank in range(2):
-            ranks.wait_for("after fit", rank)
+        ranks.wait_for_all("after fit")
         ranks.kill(culprit)
         ranks.release(1 - culprit)
         ranks.wait_for("still there", 1 - culprit)
@@ -253,16 +252,13 @@ def fit_again(rank: int, world_size: int, directory: Path) -> dict[str, Tensor]:
     """
     for action, culprit, reason in FAILURES:
         expected = BaseException if rank == culprit else RankFailedError
-        with pytest.raises(expected) as caught:
-            fit("ours", directory, Net(), in_step(action, culprit))
+        error = raised(expected, fit, "ours", directory, Net(), in_step(action, culprit))
         if rank != culprit:
-            message = str(caught.value)
+            message = str(error)
             assert f"rank {culprit} (host " in message
             assert f"failed, so this rank stops: {reason}" in message
             assert len(message) < 10_000
-    net = Net()
-    fit("ours", directory, net)
-    return weights(net)
+    return learned("ours", directory, Net())
 
 
 def test_processes_that_have_caught_a_failure_train_again(tmp_path: Path) -> None:
@@ -280,9 +276,7 @@ def form_again(rank: int, world_size: int, directory: Path) -> dict[str, Tensor]
             patch.setattr(dist, "init_process_group", lambda *_, **__: boom())
         with pytest.raises(BoomError if rank == 1 else RankFailedError):
             fit("ours", directory, Net())
-    net = Net()
-    fit("ours", directory, net, strategy={"init_timeout": 20})
-    return weights(net)
+    return learned("ours", directory, Net(), strategy={"init_timeout": 20})
 
 
 def test_a_group_that_could_not_be_formed_is_formed_again(tmp_path: Path) -> None:
@@ -365,7 +359,7 @@ def fail_alone(rank: int, world_size: int, directory: Path) -> None:
 
 def test_a_single_rank_raises_its_own_error(tmp_path: Path) -> None:
     """It asks no other rank what has broken its backward pass."""
-    [failed] = launch_ranks(fail_alone, 1, tmp_path, time_limit=40)
+    [failed] = launch_ranks(fail_alone, 1, tmp_path)
     assert failed.failure.message.startswith("element 0 of tensors does not require grad")
 
 

@@ -201,14 +201,14 @@ def test_a_stuck_child_is_stopped_after_the_time_limit(
 def train(rank: int, world_size: int, directory: Path, *faults: At, endless: bool = False) -> None:
     """Start two ranks from a process that is not a rank; ``endless``: until a signal.
 
-    A survivor has five seconds to leave its step.
+    A survivor has some seconds to leave its step, and a minute to stop if it is ``endless``.
     """
     options = {
         "max_epochs": -1 if endless else 1,
         "limit_val_batches": 0,
         "default_root_dir": directory,
     }
-    strategy = ddpx.DDPExtStrategy(start_method="fork", save_deadline=5)
+    strategy = ddpx.DDPExtStrategy(start_method="fork", save_deadline=60 if endless else 5)
     make_trainer(strategy, callbacks=[*faults], **options).fit(Net())
 
 

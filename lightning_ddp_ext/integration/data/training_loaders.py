@@ -173,8 +173,8 @@ class UnevenInputs:
                 self._strategy,
                 SamplingError(
                     f"training loader {type(loader.loader).__name__} must have a length on every"
-                    f" rank or on none, or training would hang (lengths by rank: {lengths}; inf means"
-                    " no length); define __len__ on every rank"
+                    f" rank or on none, or training would hang (lengths by rank: {lengths}; inf"
+                    " means no length); define __len__ on every rank"
                 ),
             )
 
