@@ -46,10 +46,9 @@ from .checkpoints.run_files import RunFiles
 from .data.loaders import TrainerLoaders
 from .data.resume import ResumeData
 from .data.uneven import UnevenMode
-from .ddp import CommHook, GradientAveraging
+from .ddp import CommHook, GradientAveraging, refuse_unknown
 from .logged_values import LoggedValues, Reduction
 from .named_calls import enter_broadcast, enter_call, enter_decision
-from .options import refuse_unknown
 from .private.compat import trainer_of
 from .private.lightning_tree import ClusterEnvironment, pl, refuse_other_tree
 from .private.replaced_methods import ReplacedMethods
