@@ -151,7 +151,9 @@ class OtherRank(Handshake):
         """Connect to rank 0, and wait until all ranks are connected."""
         self._find_rank_zero()
         with OpenedSockets() as store_sockets:
-            store = self._open_store()
+            # Now, since after the welcome hundreds of ranks would do so simultaneously.
+            port = self.replies["accepted"]
+            store = connect_store(self._store_host, port, self.deadline, self._raise_if_ended)
         table = self._await_welcome()
         if self.info.network == table[0].network:
             self.route = self.replies["route"]
@@ -229,18 +231,6 @@ class OtherRank(Handshake):
         )
 
     # Waiting for the other ranks.
-
-    def _open_store(self) -> TCPStore:
-        """Open the store before the welcome arrives.
-
-        After the welcome, hundreds of ranks would connect to the store simultaneously.
-        """
-        port = self.replies["accepted"]
-        try:
-            return connect_store(self._store_host, port, self.deadline, self._raise_if_ended)
-        except RendezvousError:
-            self._await_welcome()  # raises a better error if rank 0 has refused, or is not replying
-            raise
 
     def _await_welcome(self) -> tuple[RankInfo, ...]:
         if not self._wait_for(self.deadline.remaining, "welcome", "refused"):
