@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_ddp_ext.rank_lists import activities_in_words, grouped, listed
+from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.named_barrier import (
-    SAME_CALLS,
     Call,
     event_of_absence,
-    remedies_of,
+    event_of_different_calls,
 )
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.request import RankInfo
@@ -41,12 +40,9 @@ class Status:
             a backward pass.
         groups: its collectives in each group, as far as torch records them.
         has_timed_out: whether it has waited in a collective for the timeout.
-        has_broken_collective: whether another rank probably broke its collective, which
-            it handles now.
         calls_made: the number of calls of named barriers that it has started.
         awaited: the call of a named barrier that it waits in.
-        is_settled: whether its calls are those of the status before, without processor
-            time of a blocked main thread in between.
+        is_settled: whether its calls are those of the status before.
     """
 
     who: RankInfo
@@ -55,7 +51,6 @@ class Status:
     is_in_collective: bool = False
     groups: list[GroupProgress] = field(default_factory=list)
     has_timed_out: bool = False
-    has_broken_collective: bool = False
     calls_made: int = 0
     awaited: Call | None = None
     is_settled: bool = False
@@ -85,7 +80,7 @@ class Status:
     @property
     def waits(self) -> bool:
         """Whether it may be waiting for another rank."""
-        return self.is_blocked or self.has_broken_collective or bool(self.unfinished)
+        return self.is_blocked or bool(self.question) or bool(self.unfinished)
 
     @property
     def unfinished(self) -> list[GroupProgress]:
@@ -161,16 +156,8 @@ def _deadlock_of(calls: Sequence[tuple[Status, str]]) -> PeerEvent:
 
     ``calls`` has the call of each rank in the deadlock, with file and line.
     """
-    of_ranks = {status.who: call for status, call in calls}
-    _, ranks_in_rarest_call = grouped(of_ranks)[0]
     awaited = [status.awaited for status, _ in calls if status.awaited is not None]
-    remedies = "; ".join(remedies_of(awaited)) or SAME_CALLS
-    return event_of(
-        "absent",
-        ranks_in_rarest_call[0],
-        "ranks are waiting for each other in different calls:"
-        f" {activities_in_words(of_ranks, 'is in')}; {remedies}",
-    )
+    return event_of_different_calls({status.who: call for status, call in calls}, "is in", awaited)
 
 
 # Ranks in different collectives of the same group.
