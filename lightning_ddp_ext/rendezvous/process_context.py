@@ -155,7 +155,7 @@ class ProcessContext:
         cause = self.peers.cause
         if cause is None or not self.groups.has_aborted_nccl:
             return False
-        is_own_exception = cause.kind == "failed" and cause.rank == self.peers.rank
+        is_own_exception = cause.kind == "failed" and cause.who == self.peers.mine
         return not is_own_exception
 
     def announce_failure(self, exception: BaseException, traceback_text: str) -> None:

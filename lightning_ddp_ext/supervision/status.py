@@ -19,10 +19,8 @@ from lightning_ddp_ext.rendezvous.named_barrier import (
 )
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.request import RankInfo
-from lightning_ddp_ext.supervision.flight_recorder import Collective, GroupProgress
+from lightning_ddp_ext.supervision.flight_recorder import GroupProgress
 
-# Functions whose inputs must have the same number of elements on all ranks.
-_OF_SAME_SIZE = ("all_reduce", "broadcast", "reduce")
 _LONGER = "pass a longer timeout (after a signal: save_deadline) to the strategy"
 _BE_IN_TIME = f"find out what takes it so long, or {_LONGER}"
 _TAKES_LONGER = f"make sure that every rank makes the same calls; if one takes longer, {_LONGER}"
@@ -168,14 +166,13 @@ def _mismatch_in(statuses: Sequence[Status]) -> PeerEvent | None:
 
     At least one of them is waiting in its collective.
     """
-    for (group, number), waiting in _pending_in(statuses).items():
+    for group, number in _pending_in(statuses):
         entered = [
             (status, progress)
             for status in statuses
-            if (progress := status.progress_in(group)) is not None and progress.has_entered(number)
+            if (progress := status.progress_in(group)) is not None and number in progress.recent
         ]
-        own = waiting.collective(number)
-        if any(_differ(own, progress.collective(number)) for _, progress in entered):
+        if len({progress.collective(number).signature for _, progress in entered}) > 1:
             return _deadlock_of(
                 [(status, _in_words(status, progress, number)) for status, progress in entered]
             )
@@ -194,13 +191,8 @@ def _pending_in(statuses: Sequence[Status]) -> dict[tuple[str, int], GroupProgre
 
 def _in_words(status: Status, progress: GroupProgress, number: int) -> str:
     """Describe a collective that a rank has entered, with file and line."""
-    place = progress.collective(number).place or status.place
-    return f"{progress.describe(number)}, {place}"
-
-
-def _differ(one: Collective, other: Collective) -> bool:
-    is_of_same_size = one.elements == other.elements or one.name not in _OF_SAME_SIZE
-    return one.name != other.name or not is_of_same_size
+    collective = progress.collective(number)
+    return f"{collective.text}, {collective.place or status.place}"
 
 
 # Ranks that wait for each other.

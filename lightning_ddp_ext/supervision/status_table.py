@@ -243,8 +243,7 @@ class StatusTable:
         if departure is None:
             self._ask(self._waited_in_collective, overdue=longest)
         else:
-            left = self._peers.table[departure.rank]
-            self._peers.report(event_of("absent", left, str(departure.to_error())))
+            self._peers.report(event_of("absent", departure.who, str(departure.to_error())))
         return True
 
     # Called by rank 0.
