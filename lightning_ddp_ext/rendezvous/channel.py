@@ -251,9 +251,9 @@ class Channel:
     async def _open(self, connected: socket.socket, rank: int | None = None) -> None:
         connection = Connection(connected, self)
         self._connections.add(connection)
-        await self._loop.create_connection(lambda: connection, sock=connected)
         if rank is not None:  # before the event loop reads a message
             self.adopt(rank, connection)
+        await self._loop.create_connection(lambda: connection, sock=connected)
 
     def _write(self, line: bytes, ranks: Collection[int] | None) -> None:
         for rank, connection in self._of_rank.items():

@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from datetime import timedelta
 from typing import TypeVar
 
 from lightning_ddp_ext.threads import start_thread
@@ -41,13 +40,6 @@ class Deadline:
     def expired(self) -> bool:
         """Whether the deadline has passed."""
         return self.remaining == 0.0
-
-    def as_timedelta(self) -> timedelta:
-        """Return the remaining time, but at least one second.
-
-        Stores and groups count in whole seconds.
-        """
-        return timedelta(seconds=max(1.0, self.remaining))
 
     def ticks(self) -> Iterator[None]:
         """Yield until the deadline, with growing and random pauses in between.

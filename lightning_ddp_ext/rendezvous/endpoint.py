@@ -219,7 +219,8 @@ def connect_store(
     Raises:
         RendezvousError: the store could not be opened before the deadline.
     """
-    client = partial(TCPStore, host, port, wait_for_workers=False, timeout=deadline.as_timedelta())
+    timeout = timedelta(seconds=max(1.0, deadline.remaining))  # a store counts whole seconds
+    client = partial(TCPStore, host, port, wait_for_workers=False, timeout=timeout)
     try:
         store = deadline.bound(client, check=check)
     except DDPExtError:

@@ -151,7 +151,9 @@ class OtherRank(Handshake):
         """Connect to rank 0, and wait until all ranks are connected."""
         self._find_rank_zero()
         with OpenedSockets() as store_sockets:
-            store = self._open_store()
+            # Now, since after the welcome hundreds of ranks would do so simultaneously.
+            port = self.replies["accepted"]
+            store = connect_store(self._store_host, port, self.deadline, self._raise_if_ended)
         table = self._await_welcome()
         if self.info.network == table[0].network:
             self.route = self.replies["route"]
@@ -230,18 +232,6 @@ class OtherRank(Handshake):
 
     # Waiting for the other ranks.
 
-    def _open_store(self) -> TCPStore:
-        """Open the store before the welcome arrives.
-
-        After the welcome, hundreds of ranks would connect to the store simultaneously.
-        """
-        port = self.replies["accepted"]
-        try:
-            return connect_store(self._store_host, port, self.deadline, self._raise_if_ended)
-        except RendezvousError:
-            self._await_welcome()  # raises a better error if rank 0 has refused, or is not replying
-            raise
-
     def _await_welcome(self) -> tuple[RankInfo, ...]:
         if not self._wait_for(self.deadline.remaining, "welcome", "refused"):
             self.channel.send("handshake", {"overdue": self.deadline.seconds})
@@ -304,8 +294,7 @@ class RankZero(Handshake):
         try:
             self._await_decision()
             self.raise_if_refused()
-        except RendezvousError as error:
-            self._refuse(error)
+        except RendezvousError:
             # Without these seconds, 415 of 512 ranks did not receive a refusal.
             others = set(range(1, self.info.world_size))
             self.channel.wait_for(
@@ -321,7 +310,7 @@ class RankZero(Handshake):
     def _await_decision(self) -> None:
         while not self.replies:
             if sentence := self._exit_of_a_rank() or self.request.launch_failure():
-                self._refuse(RendezvousError(sentence))
+                self._refuse(sentence)
             if self.deadline.expired:
                 self._refuse_missing(self.deadline.seconds)
             self.channel.wait_for(
@@ -384,7 +373,7 @@ class RankZero(Handshake):
         """Accept a rank, or refuse the start if this rank does not fit."""
         self._heard.add(info.rank)
         if conflict := self._conflict_of(info):
-            self._refuse(RendezvousError(conflict))
+            self._refuse(conflict)
         if self.replies:
             connection.send(encode("handshake", self.replies))
             return
@@ -428,7 +417,7 @@ class RankZero(Handshake):
             f" {self._where} within {seconds:g} s (init_timeout); present: {present}; check that"
             " every rank is running and can reach rank 0, or raise init_timeout"
         )
-        self._refuse(RendezvousError(sentence, missing=tuple(missing)))
+        self._refuse(sentence, *missing)
 
     @property
     def _where(self) -> str:
@@ -437,8 +426,8 @@ class RankZero(Handshake):
             return f"{self.endpoint.where} (env://)"
         return self.request.init_method
 
-    def _refuse(self, error: RendezvousError) -> None:
-        self._decide({"refused": [str(error), *error.missing]})
+    def _refuse(self, sentence: str, *missing: int) -> None:
+        self._decide({"refused": [sentence, *missing]})
 
     def _decide(self, decision: Message) -> None:
         """Send the decision to all ranks that have connected, unless there is one."""

@@ -13,7 +13,7 @@ or if it has started more steps and made fewer calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from lightning_ddp_ext.rank_lists import activities_in_words, grouped, listed
@@ -25,7 +25,7 @@ _MAKE_IT = (
     "make this call on every rank; if the ranks have different numbers of batches, use "
     "DDPExtStrategy(uneven_inputs='stop_at_shortest')"
 )
-SAME_CALLS = "make sure that every rank makes the same calls in the same order"
+_SAME_CALLS = "make sure that every rank makes the same calls in the same order"
 
 
 @dataclass(frozen=True)
@@ -181,12 +181,8 @@ class NamedBarriers:
         )
 
     def _report_mismatch(self, calls: list[Call]) -> None:
-        _, (odd, *_) = grouped({call.rank: call.name for call in calls})[0]
-        table = self._peers.table
-        places = activities_in_words({table[call.rank]: str(call) for call in calls}, "began")
-        remedies = "; ".join([SAME_CALLS, *remedies_of(calls)])
-        sentence = f"ranks are waiting for each other in different calls: {places}; {remedies}"
-        self._peers.report(event_of("absent", table[odd], sentence))
+        texts = {self._peers.table[call.rank]: str(call) for call in calls}
+        self._peers.report(event_of_different_calls(texts, "began", calls))
 
 
 def event_of_absence(
@@ -197,6 +193,20 @@ def event_of_absence(
     return event_of("absent", absent[0], sentence)
 
 
-def remedies_of(calls: Iterable[Call]) -> list[str]:
-    """Return what the calls advise, without the usual advice."""
-    return list(dict.fromkeys(call.remedy for call in calls if call.remedy))
+def event_of_different_calls(
+    texts: Mapping[RankInfo, str], verb: str, calls: Iterable[Call]
+) -> PeerEvent:
+    """Return the event of ranks that wait for each other, which accuses one in the rarest call.
+
+    Args:
+        texts: the call of each rank, with file and line.
+        verb: what a rank did with its call, for the message.
+        calls: those of the calls that are named barriers, which may have a remedy.
+    """
+    _, (odd, *_) = grouped(texts)[0]
+    remedies = dict.fromkeys(call.remedy for call in calls if call.remedy)
+    sentence = (
+        f"ranks are waiting for each other in different calls: {activities_in_words(texts, verb)};"
+        f" {'; '.join(remedies) or _SAME_CALLS}"
+    )
+    return event_of("absent", odd, sentence)

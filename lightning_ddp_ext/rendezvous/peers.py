@@ -35,9 +35,7 @@ class PeerEvent:
     """A rank's death, failure, departure or hang, or a call that it did not make."""
 
     kind: Kind
-    rank: int
-    host: str
-    pid: int
+    who: RankInfo
     reason: str = ""
     traceback_text: str = ""
 
@@ -48,22 +46,21 @@ class PeerEvent:
         """
         error = _ERRORS[self.kind](
             self._sentence(),
-            rank=self.rank,
-            host=self.host,
-            pid=self.pid,
+            rank=self.who.rank,
+            host=self.who.host,
+            pid=self.who.pid,
             traceback_text=self.traceback_text,
         )
         error.__cause__ = RemoteTraceback(self.traceback_text) if self.traceback_text else None
         return error
 
     def _sentence(self) -> str:
-        who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
         return {
-            "died": f"{who} died: {self.reason}; every rank stops. Look for the reason in its own"
-            " output (gloo aborts a process if ranks pass tensors of different sizes to a"
+            "died": f"{self.who} died: {self.reason}; every rank stops. Look for the reason in its"
+            " own output (gloo aborts a process if ranks pass tensors of different sizes to a"
             " collective), or in its host's log (out of memory?)",
-            "failed": f"{who} failed, so this rank stops: {self.reason}",
-            "left": f"{who} finished and exited, but this rank still needs it for"
+            "failed": f"{self.who} failed, so this rank stops: {self.reason}",
+            "left": f"{self.who} finished and exited, but this rank still needs it for"
             f" {self.reason or 'a collective'}; make sure that every rank makes the same calls in"
             " the same order",
             "absent": self.reason,
@@ -73,14 +70,7 @@ class PeerEvent:
 
 def event_of(kind: Kind, info: RankInfo, reason: str = "", traceback_text: str = "") -> PeerEvent:
     """Return the event of a rank in the table, short enough for one message."""
-    return PeerEvent(
-        kind,
-        info.rank,
-        info.host,
-        info.pid,
-        reason[:_LONGEST_TEXT],
-        shortened(traceback_text, _LONGEST_TEXT),
-    )
+    return PeerEvent(kind, info, reason[:_LONGEST_TEXT], shortened(traceback_text, _LONGEST_TEXT))
 
 
 class Peers:
@@ -174,7 +164,7 @@ class Peers:
         wait for it, and gets ``event`` back on ranks other than 0.
         """
         if self.rank != 0:
-            self.channel.send("event", asdict(event))
+            self.channel.send("event", {"event": asdict(event)})
             if self.channel.is_current_thread:
                 return event  # this thread has to receive rank 0's answer
             with self.arrived:
@@ -194,8 +184,8 @@ class Peers:
     # On the channel's thread, or on the thread that reports.
 
     def _handle_message(self, body: Message) -> None:
-        del body["from"]
-        self._record(PeerEvent(**body))
+        values = body["event"]
+        self._record(PeerEvent(**{**values, "who": RankInfo(**values["who"])}))
 
     def _handle_end(self, body: Message) -> None:
         kind: Kind = "died" if body["reason"] else "left"
@@ -212,7 +202,7 @@ class Peers:
                 self.cause = self.cause or event
             self.arrived.notify_all()
         if is_first and self.rank == 0:
-            self.channel.send("event", asdict(event))
+            self.channel.send("event", {"event": asdict(event)})
         if is_first and event.kind != "left":
             self._exit_if_blocked(event)
             if self.channel.is_current_thread:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing.util
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +27,7 @@ from lightning_ddp_ext.rendezvous.handshake import Connections, connect
 from lightning_ddp_ext.rendezvous.named_barrier import NamedBarriers
 from lightning_ddp_ext.rendezvous.nccl_options import check_variables
 from lightning_ddp_ext.rendezvous.peers import Peers, event_of
-from lightning_ddp_ext.rendezvous.process_group import ProcessGroups
+from lightning_ddp_ext.rendezvous.process_group import ABORTING, ProcessGroups
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.runs import start_run
 from lightning_ddp_ext.threads import use_device
@@ -63,11 +64,6 @@ class ProcessContext:
 
     # Groups.
 
-    def form_group(self, deadline: Deadline) -> None:
-        """Form the default group. Collective."""
-        with self._forming():
-            self.groups.form_default(deadline)
-
     def new_group(self, *, backend: str | None = None, purpose: str = "") -> dist.ProcessGroup:
         """Return a group of all ranks that closes with the default group.
 
@@ -83,12 +79,12 @@ class ProcessContext:
             # Without the barrier, a rank would wait in the store for one that failed or
             # is elsewhere.
             self.barriers.enter(f"forming a group for {purpose}" if purpose else "forming a group")
-            with self._forming():
+            with self.forming():
                 self.groups.form(key, backend)
         return self.groups.others[key]
 
     @contextmanager
-    def _forming(self) -> Iterator[None]:
+    def forming(self) -> Iterator[None]:
         """End this rank's wait in the store if another rank exits while the block runs."""
         with start_run(), self.groups.forming():
             self.peers.check()
@@ -159,7 +155,7 @@ class ProcessContext:
         cause = self.peers.cause
         if cause is None or not self.groups.has_aborted_nccl:
             return False
-        is_own_exception = cause.kind == "failed" and cause.rank == self.peers.rank
+        is_own_exception = cause.kind == "failed" and cause.who == self.peers.mine
         return not is_own_exception
 
     def announce_failure(self, exception: BaseException, traceback_text: str) -> None:
@@ -190,12 +186,9 @@ class ProcessContext:
             self.groups.release()
             self._connections.channel.close()
             self.peers.record_raised()
-        if self.groups.is_abort_stuck:
-            _stuck.append(self.groups)
 
 
 _current: ProcessContext | None = None
-_stuck: list[ProcessGroups] = []  # closed, but their abort did not return
 _parents_contexts: list[ProcessContext | None] = []  # in a forked child
 
 
@@ -252,11 +245,12 @@ def _open(request: Request) -> ProcessContext:
     rank's own error, and raise it.
     """
     check_variables(request.variables)
-    deadline = Deadline(request.init_timeout.total_seconds())
     at_exit(_exit_if_stuck)
-    context = ProcessContext(request, connect(request, deadline))
+    connections = connect(request, Deadline(request.init_timeout.total_seconds()))
+    context = ProcessContext(request, connections)
     try:
-        context.form_group(deadline)
+        with context.forming():
+            context.groups.form_default()
     except BaseException as error:
         is_explained = isinstance(error, DDPExtError)
         event = context.peers.wait(0.0 if is_explained else context.peers.timeouts.first_cause)
@@ -317,7 +311,7 @@ def _exit_if_stuck() -> None:
 
     The destructors of torch's groups would wait for it.
     """
-    if _stuck:
+    if any(thread.name == ABORTING for thread in threading.enumerate()):
         exit_now(1)
 
 

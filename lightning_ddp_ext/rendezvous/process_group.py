@@ -33,7 +33,8 @@ _OTHER_TIMEOUT = timedelta(minutes=30)
 # minutes later. torch means to log only errors of CUDA, but negates the result of
 # std::string::find: see Watchdog::run in its ProcessGroupNCCL.cpp.
 _NCCL_DEFAULTS = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
-_ABORT_SECONDS = 5.0  # after which an abort of NCCL counts as stuck
+ABORTING = "ddpx-abort"  # the name of the threads that abort NCCL
+_ABORT_SECONDS = 5.0  # the longest wait for an abort of NCCL
 # After a timeout, torch's NCCL watchdog terminates the process from C++, so the rank
 # that waited would count as dead. At our timeout the statuses show the missing rank;
 # torch's timeout is later and only a fallback.
@@ -54,15 +55,12 @@ class ProcessGroups:
         has_aborted_nccl: whether NCCL was aborted. Kernels that waited for other ranks
             then returned partial sums, and work that was queued behind them, such as an
             optimiser step, used these.
-        is_abort_stuck: whether the last abort of NCCL has not returned in time; this
-            process then cannot exit normally.
     """
 
     def __init__(self, request: Request, connections: Connections) -> None:
         self.request = request
         self.others: dict[object, dist.ProcessGroup] = {}
         self.has_aborted_nccl = False
-        self.is_abort_stuck = False
         self._aborting = threading.Lock()
         self._connections = connections
         self._is_forming = False
@@ -109,20 +107,17 @@ class ProcessGroups:
         """The timeout of collectives."""
         return self.request.timeout or (_NCCL_TIMEOUT if self.uses_nccl else _OTHER_TIMEOUT)
 
-    def form_default(self, deadline: Deadline) -> None:
+    def form_default(self) -> None:
         """Form the default group, and check that it works.
 
         Collective; within :meth:`forming`.
 
         Raises:
-            RendezvousError: NCCL did not connect the devices within ``init_timeout``;
-                without a limit of ours, it might never return, see
+            RendezvousError: the backend did not connect the devices within
+                ``init_timeout``; without a limit of ours, NCCL might never return, see
                 https://github.com/pytorch/pytorch/issues/88103. Or a collective
                 returned a wrong value.
         """
-        if not self.uses_nccl:
-            self._form_and_check(deadline.as_timedelta())
-            return
         init_timeout = self.request.init_timeout
         limit = Deadline(init_timeout.total_seconds())
         form = partial(self._form_and_check, self._with_slack(init_timeout))
@@ -238,9 +233,7 @@ class ProcessGroups:
             return False
         self.has_aborted_nccl = True  # set before any wait for the device returns
         # An abort may wait for minutes: https://github.com/NVIDIA/nccl/issues/1777
-        aborting = start_thread("ddpx-abort", self._abort_all)
-        aborting.join(_ABORT_SECONDS)
-        self.is_abort_stuck = aborting.is_alive()
+        start_thread(ABORTING, self._abort_all).join(_ABORT_SECONDS)
         return True
 
     def _abort_all(self) -> None:

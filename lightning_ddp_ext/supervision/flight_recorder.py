@@ -23,6 +23,8 @@ import torch.distributed as dist
 from lightning_ddp_ext.supervision.stacks import call_site_in
 from lightning_ddp_ext.threads import start_thread
 
+# Functions whose inputs must have the same number of elements on all ranks.
+_OF_SAME_SIZE = ("all_reduce", "broadcast", "reduce")
 # Collectives to keep for each group; ranks that wait for each other are a few apart.
 _RECENT = 32
 _DEFAULT_GROUP = "default_pg"
@@ -40,12 +42,10 @@ _Entry = Mapping[str, Any]  # of a collective, send or receive, in a recorder's 
 class Collective:
     """A collective that this rank entered."""
 
-    name: str
-    """The function, such as ``all_reduce``."""
-    shapes: str = ""
-    """The shapes of its inputs."""
-    elements: int = 0
-    """The number of elements of its inputs."""
+    text: str
+    """Its function, number, shapes and group, for messages."""
+    signature: str = ""
+    """What must be the same on all ranks: its function, and for some the number of elements."""
     place: str = ""
     """File and line in the user's code."""
 
@@ -67,8 +67,8 @@ class GroupProgress:
     """The number of the first collective that this rank entered and has not finished; 0
     if it has finished all.
     """
-    recent: dict[str, Collective] = field(default_factory=dict)
-    """The latest collectives, by number as text, since reports are sent as JSON."""
+    recent: dict[int, Collective] = field(default_factory=dict)
+    """The latest collectives that this rank entered, by number."""
     members: list[int] = field(default_factory=list)
     """The ranks of the group, if known."""
     entered_at: float = 0.0
@@ -81,23 +81,13 @@ class GroupProgress:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> GroupProgress:
         """Restore the progress from the result of ``dataclasses.asdict``."""
-        recent = {number: Collective(**fields) for number, fields in values["recent"].items()}
+        # JSON has turned the numbers into text.
+        recent = {int(number): Collective(**each) for number, each in values["recent"].items()}
         return cls(**{**values, "recent": recent})
-
-    def has_entered(self, number: int) -> bool:
-        """Whether this rank entered a collective, which is still among the latest."""
-        return str(number) in self.recent
 
     def collective(self, number: int) -> Collective:
         """Return a collective by its number."""
-        return self.recent.get(str(number), Collective("a collective"))
-
-    def describe(self, number: int) -> str:
-        """Describe a collective for messages."""
-        collective = self.collective(number)
-        shapes = f" {collective.shapes}" if collective.shapes else ""
-        group = f" of group {self.label}" if self.label else ""
-        return f"{collective.name} #{number}{shapes}{group}"
+        return self.recent.get(number, Collective(f"a collective #{number}"))
 
 
 def groups_in_collectives() -> list[str]:
@@ -187,7 +177,7 @@ def progress_in(trace: Mapping[str, Any], members: Mapping[str, list[int]]) -> l
     >>> entry |= {"input_sizes": [[4]], "state": "scheduled"}
     >>> entries = [{**entry, "collective_seq_id": n, "retired": n < 2} for n in (1, 2, 3)]
     >>> (progress,) = progress_in({"entries": entries}, {"0": [0, 1]})
-    >>> progress.entered, progress.pending, progress.describe(2), progress.members
+    >>> progress.entered, progress.pending, progress.collective(2).text, progress.members
     (3, 2, 'all_reduce #2 [[4]]', [0, 1])
     """
     groups: dict[str, list[_Entry]] = {}
@@ -230,13 +220,13 @@ def _progress(
     current = entries[pending or last]
     latest = sorted(entries)[-_RECENT:]
     description = str(entries[last]["process_group"][1])
-    labels = {_DEFAULT_GROUP: "", "": name, "undefined": name}
+    label = {_DEFAULT_GROUP: "", "": name, "undefined": name}.get(description, description)
     return GroupProgress(
         group,
-        label=labels.get(description, description),
+        label=label,
         entered=last,
         pending=pending,
-        recent={str(number): _collective(entries[number]) for number in latest},
+        recent={number: _collective(entries[number], number, label) for number in latest},
         members=members.get(name, []),
         entered_at=current.get("time_created_ns", time.time_ns()) / 1e9,
         limit=current.get("timeout_ms", math.inf) / 1e3,
@@ -247,12 +237,15 @@ def _function_of(entry: _Entry) -> str:
     return str(entry.get("profiling_name", "")).rpartition(":")[2]
 
 
-def _collective(entry: _Entry) -> Collective:
+def _collective(entry: _Entry, number: int, label: str) -> Collective:
+    name = _function_of(entry)
     sizes = entry.get("input_sizes") or []
+    shapes = f" {sizes}" if sizes else ""
+    group = f" of group {label}" if label else ""
+    elements = sum(math.prod(size) for size in sizes)
     stack = entry.get("frames", [])
     return Collective(
-        _function_of(entry),
-        str(sizes) if sizes else "",
-        sum(math.prod(size) for size in sizes),
+        f"{name} #{number}{shapes}{group}",
+        f"{name} of {elements} elements" if name in _OF_SAME_SIZE else name,
         call_site_in((frame["filename"], frame["line"]) for frame in stack),
     )

@@ -81,8 +81,6 @@ class GracefulStop:
         deadline: timedelta,
         acknowledge: Callable[[StopRequest], object],
     ) -> None:
-        if session.stop is not None:
-            session.stop.end()  # a run whose ``on_exception`` raised has skipped teardown
         session.stop = self
         session.runs += 1
         self.signals = StopSignals(self._request_stop, _run_has_ended)
@@ -117,9 +115,7 @@ class GracefulStop:
             RankFailedError: a rank died or failed, which takes precedence over a
                 request; it may be a subclass.
         """
-        self._request_received_stop()  # at the point before, so that this one is the next
-        self._position = self._next_outside
-        return self._take_request() if self._is_due() else None
+        return self._take_request() if self._is_due_at(self._next_outside) else None
 
     @property
     def _next_outside(self) -> int:
@@ -136,9 +132,7 @@ class GracefulStop:
                 If it returns False, they stop at the next point outside of evaluation
                 steps.
         """
-        self._request_received_stop()
-        self._position += 1
-        if not self._is_due():
+        if not self._is_due_at(self._position + 1):
             return None
         if may_stop():
             return self._take_request()
@@ -160,12 +154,14 @@ class GracefulStop:
         )
         return self.at_point()
 
-    def _is_due(self) -> bool:
-        """Whether the ranks stop here; waits until they have agreed where.
+    def _is_due_at(self, position: int) -> bool:
+        """Whether the ranks stop at this point; waits until they have agreed where.
 
         Raises:
             RankFailedError: a rank died or failed meanwhile; it may be a subclass.
         """
+        self._request_received_stop()  # at the point before, so that this one is the next
+        self._position = position
         if self._request is None:
             return False
         with self._peers.arrived:
@@ -300,11 +296,8 @@ def start_session(request: Request) -> Session | None:
     Connections that are used again keep their session. Collective: every rank must call
     it. Return ``None`` if other code opened the process group.
     """
-    earlier = current_session()
     context = join(request)
     if context is not None and context.session is None:
-        if earlier is not None and earlier.stop is not None:
-            earlier.stop.end()  # after a failure whose ``on_exception`` raised as well
         context.session = Session(context)
     return current_session()
 

@@ -54,10 +54,13 @@ class StopSignals:
     def install(self, *signals: signal.Signals) -> None:
         """Install handlers for these signals, except for ignored ones; called once.
 
-        Do nothing outside of the main thread.
+        They replace those of a run whose teardown was skipped, because an
+        ``on_exception`` hook raised. Do nothing outside of the main thread.
         """
         if threading.current_thread() is not threading.main_thread():
             return
+        for earlier in list(_installed):
+            earlier.restore()
         handled = {each for each in signals if signal.getsignal(each) is not signal.SIG_IGN}
         reader, self._writer = socket.socketpair()
         reader.setblocking(True)  # regardless of socket.setdefaulttimeout

@@ -1,4 +1,4 @@
-"""Wait for the ranks that this process started, as scripts or as functions.
+"""Wait for the ranks that this process started, and stop with the one that started it.
 
 A script that runs itself again is a rank itself: local rank 0. It waits for the others
 at its exit. A process that starts functions waits for them in the Trainer's call.
@@ -7,6 +7,8 @@ at its exit. A process that starts functions waits for them in the Trainer's cal
 from __future__ import annotations
 
 import atexit
+import ctypes
+import multiprocessing
 import os
 import signal
 import socket
@@ -19,12 +21,18 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
 from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals
+from lightning_ddp_ext.threads import start_thread
 
 Process: TypeAlias = subprocess.Popen[bytes] | BaseProcess
+
+# The variable with the process id of the script that started this rank.
+LAUNCHER_PID = "DDPX_LAUNCHER_PID"
+_PR_SET_PDEATHSIG = 1  # from prctl.h
 
 # Seconds in which the other ranks may exit after the first failure, before those that
 # are not saving are stopped.
@@ -209,7 +217,7 @@ def _error_of(
     )
 
 
-# Both.
+# Ranks of both.
 
 
 def _stop_processes(processes: Sequence[Process], seconds: float, save_within: float) -> list[int]:
@@ -251,3 +259,56 @@ def _status_in_words(status: int) -> str:
         return f"exited with status {status}"
     names = (each.name for each in signal.Signals if each == -status)
     return f"was killed by {next(names, f'signal {-status}')}"
+
+
+# The process that started this rank.
+
+
+def stop_with_script() -> None:
+    """Stop with the script that started this rank; called at the import.
+
+    Do nothing in other processes.
+    """
+    if os.environ.get(LAUNCHER_PID) == str(os.getppid()):
+        stop_with_parent()
+
+
+def stop_with_launching_process() -> None:
+    """Stop with the process that started this one with multiprocessing."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    stop_with_parent()
+    if launcher.pid != os.getppid():  # a fork server is the parent, or the launcher has exited
+        start_thread("ddpx-launcher", _stop_after, launcher)
+
+
+def stop_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process when its parent exits.
+
+    The kernel sends it when the thread exits that started this process, so do nothing
+    unless that is the parent's main thread.
+    """
+    parent = os.getppid()
+    with suppress(OSError):  # the parent may be outside of this container, or hidden
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        if str(os.getpid()) in children:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it has exited meanwhile
+        _terminate()
+
+
+def _stop_after(launcher: Any) -> None:
+    launcher.join()
+    _terminate()
+
+
+def _terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def launcher_exit() -> str | None:
+    """Describe the exit of the script that started this rank, if it has exited."""
+    pid = os.environ.get(LAUNCHER_PID)
+    if pid is None or Path(f"/proc/{pid}").exists():
+        return None
+    return f"the process that started this rank (pid {pid}) exited before all ranks had connected"

@@ -11,19 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_ddp_ext.rank_lists import activities_in_words, grouped, listed
+from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.named_barrier import (
-    SAME_CALLS,
     Call,
     event_of_absence,
-    remedies_of,
+    event_of_different_calls,
 )
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.request import RankInfo
-from lightning_ddp_ext.supervision.flight_recorder import Collective, GroupProgress
+from lightning_ddp_ext.supervision.flight_recorder import GroupProgress
 
-# Functions whose inputs must have the same number of elements on all ranks.
-_OF_SAME_SIZE = ("all_reduce", "broadcast", "reduce")
 _LONGER = "pass a longer timeout (after a signal: save_deadline) to the strategy"
 _BE_IN_TIME = f"find out what takes it so long, or {_LONGER}"
 _TAKES_LONGER = f"make sure that every rank makes the same calls; if one takes longer, {_LONGER}"
@@ -41,12 +38,9 @@ class Status:
             a backward pass.
         groups: its collectives in each group, as far as torch records them.
         has_timed_out: whether it has waited in a collective for the timeout.
-        has_broken_collective: whether another rank probably broke its collective, which
-            it handles now.
         calls_made: the number of calls of named barriers that it has started.
         awaited: the call of a named barrier that it waits in.
-        is_settled: whether its calls are those of the status before, without processor
-            time of a blocked main thread in between.
+        is_settled: whether its calls are those of the status before.
     """
 
     who: RankInfo
@@ -55,7 +49,6 @@ class Status:
     is_in_collective: bool = False
     groups: list[GroupProgress] = field(default_factory=list)
     has_timed_out: bool = False
-    has_broken_collective: bool = False
     calls_made: int = 0
     awaited: Call | None = None
     is_settled: bool = False
@@ -85,7 +78,7 @@ class Status:
     @property
     def waits(self) -> bool:
         """Whether it may be waiting for another rank."""
-        return self.is_blocked or self.has_broken_collective or bool(self.unfinished)
+        return self.is_blocked or bool(self.question) or bool(self.unfinished)
 
     @property
     def unfinished(self) -> list[GroupProgress]:
@@ -161,16 +154,8 @@ def _deadlock_of(calls: Sequence[tuple[Status, str]]) -> PeerEvent:
 
     ``calls`` has the call of each rank in the deadlock, with file and line.
     """
-    of_ranks = {status.who: call for status, call in calls}
-    _, ranks_in_rarest_call = grouped(of_ranks)[0]
     awaited = [status.awaited for status, _ in calls if status.awaited is not None]
-    remedies = "; ".join(remedies_of(awaited)) or SAME_CALLS
-    return event_of(
-        "absent",
-        ranks_in_rarest_call[0],
-        "ranks are waiting for each other in different calls:"
-        f" {activities_in_words(of_ranks, 'is in')}; {remedies}",
-    )
+    return event_of_different_calls({status.who: call for status, call in calls}, "is in", awaited)
 
 
 # Ranks in different collectives of the same group.
@@ -181,14 +166,13 @@ def _mismatch_in(statuses: Sequence[Status]) -> PeerEvent | None:
 
     At least one of them is waiting in its collective.
     """
-    for (group, number), waiting in _pending_in(statuses).items():
+    for group, number in _pending_in(statuses):
         entered = [
             (status, progress)
             for status in statuses
-            if (progress := status.progress_in(group)) is not None and progress.has_entered(number)
+            if (progress := status.progress_in(group)) is not None and number in progress.recent
         ]
-        own = waiting.collective(number)
-        if any(_differ(own, progress.collective(number)) for _, progress in entered):
+        if len({progress.collective(number).signature for _, progress in entered}) > 1:
             return _deadlock_of(
                 [(status, _in_words(status, progress, number)) for status, progress in entered]
             )
@@ -207,13 +191,8 @@ def _pending_in(statuses: Sequence[Status]) -> dict[tuple[str, int], GroupProgre
 
 def _in_words(status: Status, progress: GroupProgress, number: int) -> str:
     """Describe a collective that a rank has entered, with file and line."""
-    place = progress.collective(number).place or status.place
-    return f"{progress.describe(number)}, {place}"
-
-
-def _differ(one: Collective, other: Collective) -> bool:
-    is_of_same_size = one.elements == other.elements or one.name not in _OF_SAME_SIZE
-    return one.name != other.name or not is_of_same_size
+    collective = progress.collective(number)
+    return f"{collective.text}, {collective.place or status.place}"
 
 
 # Ranks that wait for each other.

@@ -12,8 +12,7 @@ ranks (``rendezvous.peers``), which then raise:
 =========================================================  =============================
 The statuses show                                          Reported
 =========================================================  =============================
-ranks that wait for each other in different calls, twice,  one of them
-without processor time in between
+ranks that wait for each other in different calls, twice   one of them
 for a question: a rank pushes none                         that rank
 for a question about a collective: a rank is in another    that rank
 one, or elsewhere while ranks have waited for the timeout
@@ -27,12 +26,9 @@ backend, so that time is left for another rank to save.
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-
-import torch
 
 from lightning_ddp_ext.rendezvous.channel import Message
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
@@ -60,8 +56,6 @@ from lightning_ddp_ext.threads import start_thread
 _TURNS = 16  # of a rank's thread, while the rank waits until it pushes its status
 # Seconds; a rank may just be returning from the collective. Once one does, all do.
 _RETURNING = 1.0
-# Seconds of processor time between two statuses; a thread that waits takes none.
-_COMPUTING = 0.01
 
 
 @dataclass(frozen=True)
@@ -83,9 +77,7 @@ class StatusTable:
         self._context = context
         self._peers = context.peers
         self._timeouts = context.peers.timeouts
-        self._has_broken_collective = False
         self._sent = Status(self._peers.mine)  # the last one
-        self._cpu_seconds = 0.0  # of the main thread when it was sent
         self._question = ""  # how long which rank has waited, until rank 0 has answered
         self._overdue = ""  # the open call of which the question is, if it may end meanwhile
         self._stop_limit: _Limit | None = None  # while the ranks have to stop
@@ -106,17 +98,12 @@ class StatusTable:
 
         All ranks get the same event. For the main thread; takes several seconds.
         """
-        self._has_broken_collective = True
         is_timeout = has_timed_out(read_progress(), self._context.groups.timeout)
-        event = None if is_timeout else self._peers.wait(self._timeouts.first_cause)
-        if event is None:
-            failed = f"a collective of rank {self._peers.rank} failed"
-            self._ask(self._waited_in_collective if is_timeout else failed)
-            self._peers.wait_for(lambda: not self._question)
-            self._question = ""
-            event = self._peers.cause_or_departure
-        self._has_broken_collective = event is not None
-        return event
+        failed = f"a collective of rank {self._peers.rank} failed"
+        self._ask(self._waited_in_collective if is_timeout else failed)
+        self._peers.wait_for(lambda: not self._question)
+        self._question = ""
+        return self._peers.wait(self._timeouts.first_cause)  # a rank may be about to report it
 
     def limit_waits(self, seconds: float, name: str) -> None:
         """End waits for another rank that last this long, once this time has passed.
@@ -208,10 +195,7 @@ class StatusTable:
         groups = read_progress()
         awaited = self._context.barriers.awaited
         with self._peers.arrived:
-            if self._overdue not in (
-                "",
-                *self._open_calls(),
-            ):  # it came meanwhile
+            if self._overdue and self._overdue not in self._open_calls():  # the rank came
                 self._question = ""
                 self._overdue = ""
         status = Status(
@@ -221,15 +205,10 @@ class StatusTable:
             is_in_collective=is_in_collective(frame) or is_in_backward(frame),
             groups=groups,
             has_timed_out=has_timed_out(groups, self._limit.wait),
-            has_broken_collective=self._has_broken_collective,
             calls_made=self._context.barriers.made,
             awaited=awaited,
         )
-        cpu_seconds = _cpu_seconds()
-        has_computed = status.is_blocked and cpu_seconds - self._cpu_seconds >= _COMPUTING
-        self._cpu_seconds = cpu_seconds
-        is_settled = status.calls == self._sent.calls and not has_computed
-        return replace(status, is_settled=is_settled)
+        return replace(status, is_settled=status.calls == self._sent.calls)
 
     def _has_ended_overdue_call(self, waited: dict[str, float]) -> bool:
         """End a wait that is too long.
@@ -264,8 +243,7 @@ class StatusTable:
         if departure is None:
             self._ask(self._waited_in_collective, overdue=longest)
         else:
-            left = self._peers.table[departure.rank]
-            self._peers.report(event_of("absent", left, str(departure.to_error())))
+            self._peers.report(event_of("absent", departure.who, str(departure.to_error())))
         return True
 
     # Called by rank 0.
@@ -325,12 +303,3 @@ class StatusTable:
         self._asked_at = None
         answered = [status.question for status in asking]
         self._peers.tell(self._peers.everyone, "look", {"is_watched": False, "answered": answered})
-
-
-def _cpu_seconds() -> float:
-    """Return the processor time of the main thread; 0 with CUDA, which polls as it waits."""
-    if torch.cuda.is_initialized():
-        return 0.0
-    main_thread = threading.main_thread().ident
-    assert main_thread is not None
-    return time.clock_gettime(time.pthread_getcpuclockid(main_thread))

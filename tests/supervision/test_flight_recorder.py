@@ -52,7 +52,7 @@ def test_sends_and_coalesced_collectives_hide_no_collective() -> None:
     ]
     trace = {"entries": [entry(1, 1, UNFINISHED), *coalesced, *sends]}
     (progress,) = progress_in(trace, {})
-    assert (progress.entered, progress.pending, sorted(progress.recent)) == (2, 1, ["1", "2"])
+    assert (progress.entered, progress.pending, sorted(progress.recent)) == (2, 1, [1, 2])
 
 
 @pytest.mark.parametrize(

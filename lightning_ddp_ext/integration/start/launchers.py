@@ -7,7 +7,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -18,13 +18,14 @@ from typing_extensions import override
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from lightning_ddp_ext.rendezvous.process_context import leave
 from lightning_ddp_ext.supervision.failure import print_line, supervised
-from lightning_ddp_ext.supervision.parent_death import LAUNCHER_PID, stop_with_launching_process
 from lightning_ddp_ext.supervision.started_ranks import (
     EXIT_WITHIN,
+    LAUNCHER_PID,
     ChildScripts,
     join_ranks,
     record_started,
     started_ranks,
+    stop_with_launching_process,
 )
 
 from ..callbacks.rank_debugger import NO_LIMIT, rank_debugger_of
@@ -80,7 +81,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     def __init__(self, strategy: pl.strategies.DDPStrategy, parts: Collaborators) -> None:
         super().__init__(_environment_of(strategy), strategy.num_processes, strategy.num_nodes)
-        self._strategy = strategy
         self._parts = parts
 
     @override
@@ -92,8 +92,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         )
         variables = self._variables_in_run(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
-        files = self._parts.files
-        with environment_with(variables), files.begin(trainer, args) as args:
+        with environment_with(variables), self._parts.files.begin(trainer, args) as args:
             return supervised(
                 function,
                 *args,
@@ -186,15 +185,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
             os.environ.pop("RANK", None)  # every started process would inherit a user's RANK
             os.environ["MASTER_ADDR"] = self._environment.main_address
             os.environ["MASTER_PORT"] = str(self._environment.main_port)
-            task = _Task(
-                function=function,
-                args=args,
-                kwargs=kwargs,
-                trainer=trainer,
-                results=results,
-                state=self._state_for_ranks(),
-            )
-            self._run_ranks(task)
+            self._run_ranks(function, args, kwargs, trainer, results)
         output = results.load()
         if trainer is None:
             return output
@@ -233,11 +224,19 @@ class ProcessesLauncher(MultiProcessingLauncher):
         may_initialise_cuda = self._start_method == "spawn" or not torch.cuda.is_available()
         return GlobalStateSnapshot.capture() if may_initialise_cuda else None
 
-    def _run_ranks(self, task: _Task) -> None:
-        """Run the task in one process for each rank, and wait until all exit."""
+    def _run_ranks(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        trainer: Any,
+        results: _Results,
+    ) -> None:
+        """Run the function in one process for each rank, and wait until all exit."""
+        state = self._state_for_ranks()
         processes = torch.multiprocessing.start_processes(
             self._run_rank,
-            args=(task,),
+            args=(dict(os.environ), trainer, function, args, kwargs, results, state),
             nprocs=self._strategy.num_processes,
             join=False,
             start_method=self._start_method,
@@ -245,29 +244,40 @@ class ProcessesLauncher(MultiProcessingLauncher):
         self.procs = processes.processes
         join_ranks(
             processes,
-            results_file=task.results.path,
+            results_file=results.path,
             stop_within=self._parts.deadline.total_seconds(),
             first_rank=self._environment.node_rank() * self._strategy.num_processes,
         )
 
-    def _run_rank(self, local_rank: int, task: _Task) -> None:
-        """Run the task in a started process."""
-        task.adopt_environment()
+    def _run_rank(
+        self,
+        local_rank: int,
+        environ: dict[str, str],
+        trainer: Any,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        results: Any,
+        state: GlobalStateSnapshot | None,
+    ) -> None:
+        """Run the function in a started process, with the variables of the launching one.
+
+        The other arguments are those of Lightning's ``_wrapping_function``, which takes
+        ``results`` for a queue.
+        """
+        # A fork server passes on the environment of its start, which may be outdated.
+        os.environ.clear()
+        os.environ.update(environ)
         stop_with_launching_process()
-        args = task.args
-        kwargs = task.kwargs
         if self._start_method == "forkserver":
             # Pickled tensors are in shared memory, so the ranks would all train the
             # same parameters. Lightning only copies them for spawn.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
-        function = partial(
-            supervised, task.function, harmless=_HARMLESS, save=self._parts.last_step.save
+        supervise = partial(
+            supervised, function, harmless=_HARMLESS, save=self._parts.last_step.save
         )
         try:
-            results: Any = task.results  # Lightning expects a queue
-            self._wrapping_function(
-                local_rank, task.trainer, function, args, kwargs, results, task.state
-            )
+            self._wrapping_function(local_rank, trainer, supervise, args, kwargs, results, state)
         except RankFailedError as error:
             print_line(error)  # the launching process prints one traceback
             raise
@@ -300,32 +310,3 @@ class _Results:
         with open(self.path, "rb") as file:
             os.unlink(self.path)
             return pickle.load(file)
-
-
-@dataclass(frozen=True)
-class _Task:
-    """The work of started ranks, and what they need from the launching process.
-
-    Attributes:
-        function: the function to run, with ``args`` and ``kwargs``.
-        trainer: the Trainer whose function this is, if any.
-        results: the file for rank 0's results.
-        state: seeds and torch's flags; ``None`` if the ranks keep their own.
-        environ: the environment variables of the launching process.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    trainer: Any
-    results: _Results
-    state: GlobalStateSnapshot | None
-    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-
-    def adopt_environment(self) -> None:
-        """Give this process the variables of the launching process.
-
-        A fork server passes on the environment of its start, which may be outdated.
-        """
-        os.environ.clear()
-        os.environ.update(self.environ)

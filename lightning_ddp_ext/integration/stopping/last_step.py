@@ -111,7 +111,7 @@ class LastStepSaver:
         path = self._path
         context = current()
         cause = None if context is None else context.peers.cause
-        if path is None or cause is None or cause.rank == self._strategy.global_rank:
+        if path is None or cause is None or cause.who.rank == self._strategy.global_rank:
             return False
         return self._stops.weights.has_trained and not has_saved(path, self._files.found.token)
 

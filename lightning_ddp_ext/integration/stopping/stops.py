@@ -117,8 +117,8 @@ class StopController:
         replaced.leave_signals_to_us(trainer)
         if run.is_outermost:
             self._stop = GracefulStop(session, self.deadline, self._acknowledge)
-            handled = [signal.SIGTERM, signal.SIGINT, *self._time_limit_signals()]
-            self._stop.signals.install(*handled)
+            handled = [signal.SIGTERM, signal.SIGINT, self._requeue_signal]
+            self._stop.signals.install(*filter(None, handled))
 
     def detach(self) -> None:
         """Restore the signal handlers after the Trainer's run."""
@@ -247,26 +247,19 @@ class StopController:
     # SLURM.
 
     @property
-    def _slurm(self) -> SLURMEnvironment | None:
-        """The environment with which Lightning requeues jobs, if it does."""
+    def _requeue_signal(self) -> signal.Signals | None:
+        """SLURM's signal before a time limit, if Lightning requeues the job after it."""
         environment = self._strategy.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-            return environment
+            return environment.requeue_signal
         return None
-
-    def _time_limit_signals(self) -> list[signal.Signals]:
-        """Return SLURM's requeue signal, which announces a time limit, if it is set."""
-        if self._slurm is not None and self._slurm.requeue_signal is not None:
-            return [self._slurm.requeue_signal]
-        return []
 
     def _requeues(self, request: StopRequest) -> bool:
         """Whether the job has to be requeued.
 
         SLURM does not requeue a preempted job that exits within its grace time.
         """
-        if self._slurm is None:
+        if self._requeue_signal is None:
             return False
-        if request.signum == self._slurm.requeue_signal:
-            return True
-        return request.signum == signal.SIGTERM and is_preempted()
+        is_before_time_limit = request.signum == self._requeue_signal
+        return is_before_time_limit or (request.signum == signal.SIGTERM and is_preempted())
