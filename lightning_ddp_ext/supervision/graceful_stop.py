@@ -165,9 +165,17 @@ class GracefulStop:
         if self._request is None:
             return False
         with self._peers.arrived:
-            self._peers.wait_for(lambda: self._target is not None)
+            if not self._peers.wait_for(self._have_agreed, self._seconds / 2):
+                self._statuses.ask_and_wait(
+                    f"rank {self._peers.rank} has waited at its stop point for half of"
+                    f" save_deadline, {self._seconds / 2:g} s"
+                )
+                self._peers.wait_for(self._have_agreed)
             self._peers.check()
             return self._target is not None and self._position >= self._target
+
+    def _have_agreed(self) -> bool:
+        return self._target is not None
 
     def _take_request(self) -> StopRequest | None:
         """Return the request, and handle no other one in this run."""

@@ -100,10 +100,21 @@ class StatusTable:
         """
         is_timeout = has_timed_out(read_progress(), self._context.groups.timeout)
         failed = f"a collective of rank {self._peers.rank} failed"
-        self._ask(self._waited_in_collective if is_timeout else failed)
+        self.ask_and_wait(self._waited_in_collective if is_timeout else failed)
+        return self._peers.wait(self._timeouts.first_cause)  # a rank may be about to report it
+
+    def ask_and_wait(self, question: str) -> None:
+        """Have rank 0 find and report the rank that this one waits for.
+
+        For the main thread; takes several seconds if a rank is silent. Without any, the
+        wait may go on.
+
+        Args:
+            question: where and how long this rank has waited.
+        """
+        self._ask(question)
         self._peers.wait_for(lambda: not self._question)
         self._question = ""
-        return self._peers.wait(self._timeouts.first_cause)  # a rank may be about to report it
 
     def limit_waits(self, seconds: float, name: str) -> None:
         """End waits for another rank that last this long, once this time has passed.

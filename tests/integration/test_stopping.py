@@ -217,23 +217,25 @@ def test_sigterm_ends_a_process_after_its_last_step(tmp_path: Path) -> None:
         assert outcome.exit_code == -signal.SIGTERM, outcome.story()
 
 
-def hold_rank_one(rank: int, world_size: int, directory: Path, deadline: int) -> None:
-    """Train with a short default timeout for sockets, while rank 1 is stuck in a step and
-    rank 0 waits for its gradients.
+def hold(rank: int, world_size: int, directory: Path, deadline: int, point: str) -> None:
+    """Train with a short default timeout for sockets, and hold the ranks after step 1.
+
+    When rank 0 goes on, it waits for rank 1.
     """
     socket.setdefaulttimeout(0.001)
-    arrive = training.At(STEP_START, lambda _: ranks.announce("in step 1"), earlier=1, ranks=[0])
-    stick = training.At(STEP_START, lambda _: ranks.hold("in step 1"), earlier=1, ranks=[1])
-    fit(rank, world_size, directory, arrive, stick, strategy={"save_deadline": deadline})
+    earlier = {"on_train_batch_end": 0, STEP_START: 1}[point]
+    held = training.At(point, lambda _: ranks.hold("after step 1"), earlier=earlier)
+    fit(rank, world_size, directory, held, strategy={"save_deadline": deadline})
 
 
 SAVED = ["RankAbsentError", "saved step 1 to"]
 
 
 @pytest.mark.parametrize(
-    ("signum", "deadline", "exit_code", "findings"),
+    ("point", "signum", "deadline", "exit_code", "findings"),
     [
         pytest.param(
+            STEP_START,
             signal.SIGSTOP,
             1,
             training.STOPPED,
@@ -241,6 +243,7 @@ SAVED = ["RankAbsentError", "saved step 1 to"]
             id="no time to find out",
         ),
         pytest.param(
+            STEP_START,
             signal.SIGCONT,
             12,
             1,
@@ -248,25 +251,36 @@ SAVED = ["RankAbsentError", "saved step 1 to"]
             id="own code",
         ),
         pytest.param(
+            STEP_START,
             signal.SIGSTOP,
             30,
             1,
-            [*SAVED, "has not answered"],
-            id="SIGSTOP",
+            [*SAVED, "has not answered", "waited in a collective"],
+            id="SIGSTOP, in a step",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "on_train_batch_end",
+            signal.SIGSTOP,
+            30,
+            1,
+            [*SAVED, "has not answered; rank 0 has waited at its stop point for half of"],
+            id="SIGSTOP, between two steps",
             marks=pytest.mark.nightly,
         ),
     ],
 )
 def test_the_last_step_is_saved_though_a_rank_does_not_stop(
-    signum: int, deadline: int, exit_code: int, findings: list[str], tmp_path: Path
+    point: str, signum: int, deadline: int, exit_code: int, findings: list[str], tmp_path: Path
 ) -> None:
     """The rank that can raises and saves, after half of the time to stop; with little time, it
     exits with the signal's status, and names the stuck rank.
     """
-    with ranks.RankProcesses(hold_rank_one, 2, tmp_path, deadline) as processes:
-        processes.wait_for_all("in step 1")
+    with ranks.RankProcesses(hold, 2, tmp_path, deadline, point) as processes:
+        processes.wait_for_all("after step 1")
         processes.kill(1, signum)
         processes.kill(0, signal.SIGTERM)
+        processes.release(0)
         [other] = processes.wait(0)
         processes.kill(1, signal.SIGCONT)
         [stuck] = processes.wait(1)
