@@ -40,7 +40,8 @@ class Status:
         has_timed_out: whether it has waited in a collective for the timeout.
         calls_made: the number of calls of named barriers that it has started.
         awaited: the call of a named barrier that it waits in.
-        is_settled: whether its calls are those of the status before.
+        is_settled: whether its calls are those of the status before, without processor
+            time of a blocked main thread in between.
     """
 
     who: RankInfo

@@ -12,7 +12,8 @@ ranks (``rendezvous.peers``), which then raise:
 =========================================================  =============================
 The statuses show                                          Reported
 =========================================================  =============================
-ranks that wait for each other in different calls, twice   one of them
+ranks that wait for each other in different calls, twice,  one of them
+without processor time in between
 for a question: a rank pushes none                         that rank
 for a question about a collective: a rank is in another    that rank
 one, or elsewhere while ranks have waited for the timeout
@@ -26,9 +27,12 @@ backend, so that time is left for another rank to save.
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+
+import torch
 
 from lightning_ddp_ext.rendezvous.channel import Message
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
@@ -56,6 +60,8 @@ from lightning_ddp_ext.threads import start_thread
 _TURNS = 16  # of a rank's thread, while the rank waits until it pushes its status
 # Seconds; a rank may just be returning from the collective. Once one does, all do.
 _RETURNING = 1.0
+# Seconds of processor time between two statuses; a thread that waits takes none.
+_COMPUTING = 0.01
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ class StatusTable:
         self._question = ""  # how long which rank has waited, until rank 0 has answered
         self._overdue = ""  # the open call of which the question is, if it may end meanwhile
         self._stop_limit: _Limit | None = None  # while the ranks have to stop
+        self._cpu_seconds = 0.0  # of the main thread when it was sent
         self._heard_at = 0.0  # when rank 0 last sent something, or a question began
         self._is_watched = False  # while rank 0 needs the statuses for an answer
         self._is_due = False  # ends the pause of the thread
@@ -219,7 +226,11 @@ class StatusTable:
             calls_made=self._context.barriers.made,
             awaited=awaited,
         )
-        return replace(status, is_settled=status.calls == self._sent.calls)
+        cpu_seconds = _cpu_seconds()
+        has_computed = status.is_blocked and cpu_seconds - self._cpu_seconds >= _COMPUTING
+        self._cpu_seconds = cpu_seconds
+        is_settled = status.calls == self._sent.calls and not has_computed
+        return replace(status, is_settled=is_settled)
 
     def _has_ended_overdue_call(self, waited: dict[str, float]) -> bool:
         """End a wait that is too long.
@@ -314,3 +325,12 @@ class StatusTable:
         self._asked_at = None
         answered = [status.question for status in asking]
         self._peers.tell(self._peers.everyone, "look", {"is_watched": False, "answered": answered})
+
+
+def _cpu_seconds() -> float:
+    """Return the processor time of the main thread; 0 with CUDA, which polls as it waits."""
+    if torch.cuda.is_initialized():
+        return 0.0
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(main_thread))

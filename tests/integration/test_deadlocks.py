@@ -6,6 +6,8 @@ wait does.
 import os
 import re
 import signal
+import threading
+import types
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -238,6 +240,24 @@ def save(trainer: L.Trainer) -> None:
     trainer.save_checkpoint(f"{trainer.default_root_dir}/it.ckpt")
 
 
+def run_backward(released: list[bool]) -> None:
+    while not released:
+        pass
+
+
+def reduce_in_other_orders(trainer: L.Trainer) -> None:
+    """Reduce in two groups, in another order on each rank, beside a long backward pass."""
+    released: list[bool] = []
+    groups = [dist.new_group() for _ in range(2)]
+    group, other = groups if trainer.global_rank == 0 else reversed(groups)
+    reducing = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    threading.Thread(target=lambda: released.append(stay() is None)).start()
+    # Computes in a frame of torch's.
+    types.FunctionType(run_backward.__code__, {"__name__": "torch.autograd.graph"})(released)
+    dist.all_reduce(torch.ones(1), group=other)
+    reducing.wait()
+
+
 def fit_and_announce(rank: int, world_size: int, directory: Path, run: Run) -> None:
     """Train; rank 0 announces each time that it compares statuses of waiting ranks."""
     find = status_table.deadlock_in
@@ -275,6 +295,18 @@ def test_a_rank_that_works_can_continue(run: Run, tmp_path: Path) -> None:
         for _ in range(4):
             processes.wait_for("compared", 0)
         processes.release(0)
+        ranks.output_of_all(processes.wait())
+
+
+def test_ranks_that_compute_beside_collectives_can_continue(tmp_path: Path) -> None:
+    """They may enter the collectives of several groups in different orders."""
+    callbacks = [training.At("on_train_batch_end", reduce_in_other_orders)]
+    run = Run(training.Plain(), {"callbacks": callbacks})
+    with ranks.RankProcesses(fit_and_announce, 2, tmp_path, run) as processes:
+        processes.wait_for_all("busy")
+        for _ in range(4):
+            processes.wait_for("compared", 0)
+        processes.release(0, 1)
         ranks.output_of_all(processes.wait())
 
 
