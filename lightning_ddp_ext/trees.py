@@ -36,7 +36,8 @@ def register_names() -> None:
     for tree in ADAPTERS:
         if tree in sys.modules:
             _register(tree)
-    sys.meta_path.insert(0, _RegisterOnImport())
+    if _finder not in sys.meta_path:  # a reload calls this again
+        sys.meta_path.insert(0, _finder)
 
 
 def _choose() -> str:
@@ -87,4 +88,5 @@ def _call_after_import(loader: Any, action: Callable[[], None]) -> None:
     loader.exec_module = exec_module
 
 
+_finder = _RegisterOnImport()
 _chosen = _choose()
