@@ -141,13 +141,14 @@ class LoggedValues:
             reduce_op: a ``ReduceOp`` or its name.
             reduction: the object that was called, which identifies the logged name.
         """
-        is_connected = dist.is_initialized() and not self._checkpoints.is_handling_exception
-        if not is_connected or not isinstance(tensor, Tensor):
+        has_others = dist.is_initialized() and self._strategy.world_size > 1
+        is_over = self._checkpoints.is_handling_exception
+        if is_over or not has_others or not isinstance(tensor, Tensor):
             return tensor
         trainer = trainer_of(self._strategy.lightning_module)
         if reduction.result is None and trainer is not None:
             reduction.result = result_reduced_by(trainer, reduction)
-        if reduction.result is None or group is not None or self._strategy.world_size == 1:
+        if reduction.result is None or group is not None:
             self.flush()
             return pl.strategies.DDPStrategy.reduce(self._strategy, tensor, group, reduce_op)
         meta = reduction.result.meta
