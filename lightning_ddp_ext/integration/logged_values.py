@@ -82,9 +82,9 @@ class LoggedValues:
     """Reduces the values that a strategy's ranks log with ``sync_dist=True``.
 
     If ranks log different values, all ranks raise. If a training step logged values, the
-    next one is expected to, so all ranks exchange at its end, even if they have none. In
-    all other cases they first wait for each other, so that a rank without values can be
-    named.
+    next one is expected to, so all ranks exchange at its end, even if they have none; and
+    the number of samples of a mean follows its sum. Before any other exchange they first
+    wait for each other, so that a rank without values can be named.
     """
 
     def __init__(

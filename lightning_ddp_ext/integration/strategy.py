@@ -13,12 +13,17 @@ Collaborator      Its question
                   an epoch continue (``resume``)?
 ``_metrics``      How are logged values reduced?
 ``_averaging``    Which gradients does DDP average?
+``_replaced``     Which of Lightning's methods are replaced during the run?
 ================  =================================================================
 
 In a run, Lightning calls ``connect``, ``setup_environment``, ``setup``, the hooks of
 training and evaluation, and ``teardown``. Calls that every rank must make, such as
-``barrier``, first reduce the logged values that wait for it, so that all ranks make
+``barrier``, first reduce the logged values that are queued, so that all ranks make
 their collectives in the same order.
+
+After an exception that ends the run, ranks need not make the same calls. Then ``barrier``
+and the methods of ``_checkpoints`` wait for no other rank; ``broadcast`` and decisions
+do so again once the exception has been handled, since they have to return a value.
 """
 
 from __future__ import annotations
@@ -70,9 +75,10 @@ TIMEOUT = timedelta(minutes=30)  # Lightning's default; NCCL's would be 10 minut
 
 
 class DDPExtStrategy(RankDevicesStrategy):
-    """Lightning's ``ddp``, with a choice of init methods.
+    """Lightning's ``ddp`` with a choice of init methods, whose runs end together and resume.
 
-    After a failure, every rank exits within a bounded time.
+    However a run ends early, every rank exits within a bounded time, the last finished step
+    is saved, and ``ckpt_path="last"`` continues with the next batch.
 
     Args:
         init_method: how the ranks connect: ``"env://"``, ``"tcp://host:29500"``,

@@ -70,8 +70,8 @@ class Connections:
         table: all ranks, in order.
         store: rank 0's store.
         store_sockets: the sockets of the connection to the store.
-        route: the address at which ranks on other hosts can reach this host; empty if
-            all ranks are on this host.
+        route: the address at which ranks in other networks can reach this one; empty if
+            all ranks are in one network, such as that of a host.
     """
 
     channel: Channel

@@ -118,7 +118,7 @@ class NamedBarriers:
             name: the name that must be the same on every rank; by default ``what``.
             remedy: advice for a rank that skips it, if the user does not make the call.
             may_be_late: whether a rank may take as long as it needs. Otherwise,
-                ``supervision.status_table`` ends the wait after the collective timeout.
+                ``supervision.pusher`` ends the wait after the collective timeout.
 
         Raises:
             RankAbsentError: a rank skipped this call, started another one, or did not

@@ -1,12 +1,12 @@
 """Stop all ranks at the same point of the program after one of them received a signal.
 
-Every rank passes the same stop points in the same order: the end of each training step,
-each step of an evaluation, and the end of training. Each rank counts those that it has
-passed; the number of one after an evaluation does not depend on the steps in it. A rank
-that receives a signal sends a request to rank 0 over the control channel, and rank 0
-pauses all ranks: each main thread waits at its next stop point, and each channel thread
-replies with the rank's count. The ranks thus agree on the first stop point that none of
-them has passed, and stop there.
+Every rank passes the same stop points in the same order: before each request of a training
+batch, before each step of an evaluation, and at the end of the run. Each rank counts those
+that it has passed; the number of one after an evaluation does not depend on the steps in
+it. A rank that receives a signal sends a request to rank 0 over the control channel, and
+rank 0 pauses all ranks: each main thread waits at its next stop point, and each channel
+thread replies with the rank's count. The ranks thus agree on the first stop point that none
+of them has passed, and stop there.
 
 Only the channel threads reply, so ranks that are in a collective at that time always
 complete it. Until a signal arrives, a stop point costs an addition and a comparison.
@@ -31,9 +31,9 @@ from lightning_ddp_ext.rendezvous.channel import Message
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current, join
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.runs import current_run
+from lightning_ddp_ext.supervision.pusher import StatusPusher
 from lightning_ddp_ext.supervision.signals import StopSignals, status_of
 from lightning_ddp_ext.supervision.stacks import call_site_of, main_frame
-from lightning_ddp_ext.supervision.status_table import StatusTable
 from lightning_ddp_ext.threads import start_thread
 
 _END_TOGETHER = (
@@ -293,7 +293,7 @@ class Session:
 
     def __init__(self, context: ProcessContext) -> None:
         self.context = context
-        self.statuses = StatusTable(context)
+        self.statuses = StatusPusher(context)
         self.runs = 0
         self.stop: GracefulStop | None = None
 

@@ -79,8 +79,8 @@ class ChildScripts:
     def join_at_exit(self) -> None:
         """Wait for the children for a limited time, stop those that still run, and report.
 
-        The time is shorter after an exception, which the other ranks may have caused or
-        follow, so that only killed children are then reported.
+        The time is shorter after an exception of this rank. The other ranks may have
+        caused it, or fail because of it, so only killed ones are then reported.
         """
         # Python stores an exception other than SystemExit before it calls exit handlers.
         has_raised = getattr(sys, "last_value", None) is not None

@@ -32,7 +32,8 @@ class Status:
 
     Attributes:
         who: the rank.
-        question: how long which rank has waited, while it asks which one it waits for.
+        question: where and how long a rank has waited, as long as this one asks which rank
+            it waits for; empty otherwise.
         place: file and line of its main thread, in the user's code.
         is_in_collective: whether its main thread is in C++, in code of a collective or
             a backward pass.

@@ -25,6 +25,7 @@ from torchmetrics import MeanMetric
 
 from lightning_ddp_ext import DDPExtStrategy, RankAbsentError, RankFailedError
 from lightning_ddp_ext.supervision import status_table
+from lightning_ddp_ext.supervision.pusher import StatusPusher
 from lightning_ddp_ext.supervision.status import Status
 from tests.harness import ranks, training
 
@@ -314,8 +315,8 @@ def fit_and_look(rank: int, world_size: int, directory: Path) -> None:
     """Train; rank 1 is late at the end of training, and then at a barrier. Rank 0 announces
     when it looks for the late rank, and when it has looked; only the first wait is overdue.
     """
-    table = status_table.StatusTable
-    ask, answer, handle_look = table._ask, table._answer, table._handle_look
+    pusher, table = StatusPusher, status_table.StatusTable
+    ask, answer, handle_look = pusher._ask, table._answer, pusher._handle_look
 
     def ask_once(self: Any, *args: Any, **kwargs: Any) -> None:
         ask(self, *args, **kwargs)
@@ -330,9 +331,9 @@ def fit_and_look(rank: int, world_size: int, directory: Path) -> None:
         if not body["is_watched"]:
             ranks.announce("has looked")
 
-    table._ask = ask_once
+    pusher._ask = ask_once
     table._answer = answer_and_announce
-    table._handle_look = handle_and_announce
+    pusher._handle_look = handle_and_announce
     callbacks = [
         training.At("on_train_end", lambda _: training.limit_collectives(0.2), ranks=[0]),
         training.At("on_train_end", stay, ranks=[1]),

@@ -113,7 +113,7 @@ STOPS = {
 @pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
 def test_a_signal_to_any_rank_stops_all(stop: Stop, tmp_path: Path) -> None:
     """All ranks exit with the same status before their last step, and leave the stop
-    checkpoint.
+    checkpoint, unless it is switched off, or a second interrupt asks for an exit.
     """
     for end in ranks.run_ranks(fit, 2, tmp_path, *stop.callbacks, strategy=stop.strategy):
         assert (end.status, end.checkpoints) == (stop.status, [*stop.checkpoints])
@@ -270,7 +270,7 @@ SAVED = ["RankAbsentError", "saved step 1 to"]
         ),
     ],
 )
-def test_the_last_step_is_saved_though_a_rank_does_not_stop(
+def test_a_rank_that_does_not_stop_is_named_in_time_to_save(
     point: str, signum: int, deadline: int, exit_code: int, findings: list[str], tmp_path: Path
 ) -> None:
     """The rank that can raises and saves, after half of the time to stop; with little time, it

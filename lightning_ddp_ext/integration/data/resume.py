@@ -114,7 +114,7 @@ class Resume:
 
     def _reset(self) -> None:
         self.is_training = False
-        self._saved: SavedPlace | None = None  # tells the phase, see above
+        self._saved: SavedPlace | None = None  # `None` if not resumed, see above
         self._before_validation: list[Any] | None = None
 
     @property
@@ -271,7 +271,7 @@ class Resume:
             return
         positions = positions_of(self._trainer)
         if positions[0].epoch == saved.restart.epoch:
-            return  # this was decided for these loaders
+            return  # decided, for these loaders
         problem = self._continue(positions, saved)
         problems = list(filter(None, ranks_of(self._strategy).gather(problem)))
         if not problems:

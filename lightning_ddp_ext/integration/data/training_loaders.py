@@ -84,7 +84,7 @@ class Orders:
         self.by_rank: list[tuple[list[int], list[int]]] = []
 
     def restore(self, section: Mapping[str, Any]) -> None:
-        """Draw the orders of the run that saved a section, see ``resume``."""
+        """Take over what determines the orders of the run that saved a section of ``resume``."""
         self.seed = section["seed"]
         self.by_rank = section["orders"]
         if len(self.by_rank) == self._strategy.world_size:

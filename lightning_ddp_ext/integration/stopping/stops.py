@@ -2,9 +2,9 @@
 
 1. :meth:`StopController.attach` installs signal handlers at the start of a run.
 2. A signal on any rank requests a stop from ``supervision.graceful_stop``.
-3. At each stop point (``before_batch``, ``at_step`` and the ends), the strategy's hooks
-   ask whether the ranks have agreed to stop there. If so, they save and raise
-   :class:`StoppedException`.
+3. At each stop point (``before_batch``, called by the iterator over the training data, and
+   ``at_step`` and the ends, called by the strategy's hooks), each rank asks whether all
+   have agreed to stop there. If so, they save and raise :class:`StoppedException`.
 4. :meth:`StopController.detach` restores the handlers after the run.
 """
 
