@@ -416,7 +416,7 @@ def test_a_preempted_job_on_two_nodes_is_requeued_and_continues(
     """A job that exits within its grace time requeues itself, because SLURM does not."""
     arguments = ["step=0.5", "devices=1", "nodes=2"]
     preempted = submit(slurm, tmp_path, *arguments, options=f"{TWO_NODES} --exclusive {options}")
-    preempted.wait_for_output("trains from step 0")
+    preempted.wait_for_output(train.ONE_STEP_DONE)
     urgent = slurm.submit(
         "--partition=high", *TWO_NODES.split(), "--exclusive", "--wrap=true", cwd=tmp_path
     )

@@ -105,7 +105,7 @@ def test_an_agent_replaces_a_lost_one(
     """All ranks save, the other agent waits for the new one, and no step is lost."""
     job = Job(tmp_path, "step=0.5", env=MAY_RETURN)
     with job.start_agent(is_host=True) as first, job.start_agent() as second:
-        second.wait_for_output("trains from step 0", AGENT)
+        second.wait_for_output(train.ONE_STEP_DONE, AGENT)
         second.kill(AGENT, loss)
         second.wait()
         with job.start_agent() as third:

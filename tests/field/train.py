@@ -23,6 +23,7 @@ from lightning_ddp_ext import DDPExtStrategy
 from tests.harness.scripts import print_line
 from tests.harness.training import At, Net, data, fingerprint, make_trainer
 
+ONE_STEP_DONE = "the first step is over"
 STEPS = 200  # a signal of SLURM takes some tenths of a second to arrive
 
 
@@ -116,7 +117,9 @@ def is_first_start() -> bool:
 
 
 class Steps(L.Callback):
-    """Prints each run's first step, and makes steps take time; see ``main``."""
+    """Prints each run's first step, and when that of the job is over, and makes steps take
+    time; see ``main``.
+    """
 
     def __init__(self, seconds: float, ranks: int) -> None:
         self._seconds = seconds
@@ -129,6 +132,8 @@ class Steps(L.Callback):
             self._seconds = 0.0
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 1:
+            print_line(ONE_STEP_DONE)
         time.sleep(self._seconds)
 
 
