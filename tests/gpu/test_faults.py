@@ -187,8 +187,10 @@ def test_partial_sums_are_not_saved(placement: Placement, seconds: float, tmp_pa
     assert (survivor.exit_code, killed.exit_code) == (1, -signal.SIGKILL), survivor.story()
     assert isinstance(survivor.failure.exception, RankDiedError), survivor.story()
     path = tmp_path / "stopped.ckpt"
-    if placement.backend == NCCL:
-        assert "NCCL was aborted" in survivor.output, survivor.story()
+    has_aborted = "NCCL was aborted" in survivor.output
+    if IS_GPU and placement.backend == NCCL:  # the stand-in may raise before it is aborted
+        assert has_aborted, survivor.story()
+    if has_aborted:
         assert not path.exists()
         return
     finished, saved = (
