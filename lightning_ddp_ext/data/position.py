@@ -272,17 +272,18 @@ class StatePosition(Position):
     @override
     def iterate(self) -> Iterator[Any]:
         self._iterators += 1
-        if self._iterators == 1 and self.start > 0:
+        is_restored = self._iterators == 1 and self.start > 0
+        if is_restored:
             self.loader.load_state_dict(self._states[self.start])
-        return self._count(iter(self.loader))
+        return self._count(iter(self.loader), is_restored)
 
-    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _count(self, batches: Iterator[Any], is_restored: bool) -> Iterator[Any]:
         """Keep the state after each batch, since it may be read before it is done."""
         length = length_or_inf(self.loader)
         for read, batch in enumerate(each_of(batches), self.start + 1):
             self._states[read] = self.loader.state_dict()
             self._states.pop(read - self._read_ahead, None)
-            if read == length:
+            if is_restored and read == length:
                 # Lightning does not request the end, and until then some loaders, such as
                 # litdata's, begin again at a restored state.
                 next(batches, None)

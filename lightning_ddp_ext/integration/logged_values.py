@@ -141,15 +141,20 @@ class LoggedValues:
             reduce_op: a ``ReduceOp`` or its name.
             reduction: the object that was called, which identifies the logged name.
         """
-        has_others = dist.is_initialized() and self._strategy.world_size > 1
-        is_over = self._checkpoints.is_handling_exception
-        if is_over or not has_others or not isinstance(tensor, Tensor):
+        if (
+            not dist.is_initialized()
+            or self._strategy.world_size == 1
+            or self._checkpoints.is_handling_exception
+            or not isinstance(tensor, Tensor)
+        ):
             return tensor
         trainer = trainer_of(self._strategy.lightning_module)
         if reduction.result is None and trainer is not None:
             reduction.result = result_reduced_by(trainer, reduction)
         if reduction.result is None or group is not None:
             self.flush()
+            if reduction.result is not None:  # Lightning would round a mean of integers down
+                tensor = tensor.to(_dtype_of(Value("", reduce_op, tensor)))
             return pl.strategies.DDPStrategy.reduce(self._strategy, tensor, group, reduce_op)
         meta = reduction.result.meta
         name = meta.forked_name(on_step=not is_computing_epoch(trainer))

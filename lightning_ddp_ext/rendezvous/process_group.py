@@ -161,11 +161,13 @@ class ProcessGroups:
 
     def _error_about(self, finding: str) -> RendezvousError:
         backend = self.request.backend
-        return RendezvousError(
-            f"the {backend} group of {self.request.world.world_size} ranks {finding}; look for"
-            f" messages of {backend} above, or pass nccl=NCCLOptions(debug='INFO') to see how"
-            " NCCL connects the devices"
-        )
+        remedy = f"look for messages of {backend} above"
+        if self.uses_nccl:
+            remedy += (
+                ", or pass nccl=NCCLOptions(debug='INFO') to see how NCCL connects the devices"
+            )
+        world_size = self.request.world.world_size
+        return RendezvousError(f"the {backend} group of {world_size} ranks {finding}; {remedy}")
 
     def form(self, key: object, backend: str | None) -> None:
         """Form a further group of all ranks. Collective; within :meth:`forming`."""

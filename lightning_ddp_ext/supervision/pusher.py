@@ -114,7 +114,8 @@ class StatusPusher:
     def _ask(self, question: str, overdue: str = "") -> None:
         """Have rank 0 find the rank that this one waits for, as long as ``overdue`` is open."""
         with self._peers.arrived:
-            self._heard_at = time.monotonic()
+            if not self._question:  # else rank 0 owes an answer, and may be silent
+                self._heard_at = time.monotonic()
             self._question = question
             self._overdue = overdue
             self._is_due = True

@@ -477,13 +477,15 @@ class Late(training.Net):
 
     Args:
         late_rank: the rank that stays, if any.
-        in_own_collective: whether the others wait for it in a collective of the user's.
+        call: made by the others in the step, which wait for it there.
     """
 
-    def __init__(self, late_rank: int | None, *, in_own_collective: bool = False) -> None:
+    def __init__(
+        self, late_rank: int | None, call: Callable[[L.Trainer], object] | None = None
+    ) -> None:
         super().__init__()
         self.late_rank = late_rank
-        self.in_own_collective = in_own_collective
+        self.call = call
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         if index == 1:
@@ -491,9 +493,13 @@ class Late(training.Net):
             training.limit_collectives(TIMEOUT)
             if self.global_rank == self.late_rank:
                 ranks.hold("late")
-            if self.in_own_collective:
-                dist.all_reduce(torch.ones(1))
+            if self.call is not None:
+                self.call(self.trainer)
         return self.loss(batch)
+
+
+def reduce_ones(trainer: L.Trainer) -> None:
+    dist.all_reduce(torch.ones(1))
 
 
 def fit_late(
@@ -519,7 +525,7 @@ def assert_named(
 
 SILENT = (
     r"^rank \d \(host .*, pid \d+\) has not answered; "
-    rf"(rank \d has waited .*{TIMEOUT:g} s|the connections of rank \d were closed in a collective)"
+    rf"(rank \d has waited .*{TIMEOUT:g} s|rank \d began barrier .*|the connections of rank \d were closed in a collective)"
     r"; every rank stops$"
 )
 ELSEWHERE = (
@@ -529,12 +535,13 @@ ELSEWHERE = (
 )
 
 
-def test_a_stopped_process_is_named() -> None:
+@pytest.mark.parametrize("call", [None, enter_barrier], ids=["backward", "barrier"])
+def test_a_stopped_process_is_named(call: Callable[[L.Trainer], object] | None) -> None:
     """The other ranks name rank 0 if it was stopped, although it relays messages and
     serves the store.
     """
     url = f"tcp://127.0.0.1:{ranks.free_port()}"
-    with ranks.RankProcesses(fit_late, 3, url, Late(None), "gloo") as processes:
+    with ranks.RankProcesses(fit_late, 3, url, Late(None, call), "gloo") as processes:
         processes.wait_for_all("in step")
         processes.kill(0, signal.SIGSTOP)
         processes.release(*processes.pids)
@@ -543,18 +550,18 @@ def test_a_stopped_process_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("in_own_collective", "backend"),
-    [(True, "gloo"), (False, "nccl_stand_in")],
+    ("call", "backend"),
+    [(reduce_ones, "gloo"), (None, "nccl_stand_in")],
     ids=["all_reduce", "NCCL"],
 )
 def test_a_rank_that_does_something_else_is_named(
-    in_own_collective: bool, backend: str, tmp_path: Path
+    call: Callable[[L.Trainer], object] | None, backend: str, tmp_path: Path
 ) -> None:
     """The others name it with file and line, and later it does so itself, before
     torch's own limit for NCCL.
     """
     url = f"file://{tmp_path}/store"
-    model = Late(1, in_own_collective=in_own_collective)
+    model = Late(1, call)
     with ranks.RankProcesses(fit_late, 3, url, model, backend) as processes:
         processes.wait_for_all("in step")
         processes.release(*processes.pids)

@@ -241,14 +241,14 @@ DIFFERENCES = {
         options={"use_distributed_sampler": True},
         message=(
             "the ranks cannot share out the samples, because their samplers differ (length 4 of"
-            f" Subset on rank 0, length 3 of Subset on ranks 1, 2){SAME_ON_EVERY_RANK}"
+            f" loader 1 on rank 0, length 3 of loader 1 on ranks 1, 2){SAME_ON_EVERY_RANK}"
         ),
     ),
     "seeds": Difference(
         own_seed,
         options={},
         message=(
-            "their samplers differ (seed 1 of Numbers on rank 1, seed 0 of Numbers on ranks 0, 2)"
+            "their samplers differ (seed 1 of loader 1 on rank 1, seed 0 of loader 1 on ranks 0, 2)"
             f"{SAME_ON_EVERY_RANK}"
         ),
     ),

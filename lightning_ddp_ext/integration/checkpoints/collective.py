@@ -66,6 +66,7 @@ class Checkpoints:
         self.run = None if deadline is None else Run(is_outermost=False)
         # The file that :meth:`restore` is about to read, until :meth:`load` reads a file.
         self._path_to_restore: str | None = None
+        self._has_written = False  # by the last save
         # On rank 0, the files to remove if the save in the background succeeds.
         self._to_remove: list[PathOrUrl] = []
 
@@ -109,6 +110,7 @@ class Checkpoints:
         if may_have_partial_sums(self._strategy):
             self._refuse_to_save(path)
             return
+        self._has_written = False
         write = partial(self._write, checkpoint, path, storage_options)
         if self._is_alone:
             self._save_alone(write, add_states)
@@ -118,7 +120,7 @@ class Checkpoints:
             records = self.on_rank_zero(write, f"saving {os.fspath(path)}")
         except RankFailedError:
             # As with stock, the file of `if trainer.is_global_zero:` after a fit is not lost.
-            if self._is_alone:
+            if self._is_alone and not self._has_written:
                 self._save_alone(write, add_states)
             raise
         if not self._strategy.is_global_zero:
@@ -164,6 +166,7 @@ class Checkpoints:
         except Exception:
             self.finish_earlier()  # so that a background error is not raised a second time
             raise
+        self._has_written = True
         records = [pl.callbacks.ModelCheckpoint.state_dict(each) for each in self._callbacks]
         return fabric.utilities.move_data_to_device(records, "cpu")  # type: ignore[no-any-return]
 

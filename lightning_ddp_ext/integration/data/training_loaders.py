@@ -228,8 +228,7 @@ class UnevenInputs:
                     " different data"
                 ),
             )
-        are_uneven = len(set(lengths)) > 1 and math.inf not in lengths
-        if are_uneven and self._mode is None:
+        if self._mode is None and len(set(lengths)) > 1 and math.inf not in lengths:
             self._refuse_if_a_rank_would_wait(lengths)
         _warn_of_same_batches(checksums_by_rank, streams)
 
@@ -267,12 +266,12 @@ def _shared_orders(loaders: Iterable[Any]) -> set[str]:
 
     >>> sampler = TorchOrderSampler(range(6), num_replicas=2, rank=0)
     >>> orders = _shared_orders([torch.utils.data.DataLoader(range(6), sampler=sampler), [1, 2]])
-    >>> "length 6 of range" in orders
+    >>> "length 6 of loader 1" in orders
     True
     """
     return {
-        f"{name} {value} of {type(loader.dataset).__name__}"
-        for loader in loaders
+        f"{name} {value} of loader {number}"
+        for number, loader in enumerate(loaders, 1)
         if (sampler := global_order_of(loader)) is not None
         for name, value in sampler.identity().items()
     }
