@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -246,6 +247,7 @@ class Collects(L.LightningModule):
         log("max", x.max(), reduce_fx="max", on_step=True, on_epoch=True)
         log("sum", x.sum(), reduce_fx="sum")
         log("double", x.double().mean())
+        log("in a group", x.mean(), sync_dist_group=dist.group.WORLD)
         log("number", len(x), reduce_fx="sum")
         log("least", label.min(), reduce_fx="min")
         self.log("own", x.mean(), batch_size=len(x))

@@ -408,6 +408,33 @@ def kill_rank_1_during_save(
     return outcome
 
 
+class Holds(RankZeroCheckpointIO):
+    """Waits for the test after it has written."""
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(*args, **kwargs)
+        ranks.hold("written")
+
+
+def save_after_fit(rank: int, world_size: int, directory: Path) -> None:
+    strategy = training.make_strategy("ours", directory, checkpoint_io=Holds())
+    trainer = training.make_trainer(strategy, max_steps=1)
+    trainer.fit(training.Net())
+    trainer.save_checkpoint(directory / "it.ckpt")
+
+
+def test_a_file_that_is_complete_stays_when_another_rank_dies(tmp_path: Path) -> None:
+    """After the training, rank 0 saves alone only what it has not saved for all ranks."""
+    with ranks.RankProcesses(save_after_fit, 2, tmp_path) as processes:
+        processes.wait_for("written", rank=0)
+        processes.kill(1)
+        processes.release(0)
+        outcome, _ = processes.wait()
+    assert outcome.failure.type_name == "RankDiedError", outcome.story()
+    section = torch.load(tmp_path / "it.ckpt", weights_only=False)["lightning_ddp_ext"]
+    assert [state["rank"] for state in section["ranks"]] == [0, 1]
+
+
 def test_a_save_is_finished_when_another_rank_dies(tmp_path: Path) -> None:
     """Rank 0 finishes its save, which needs no other rank, and then exits."""
     outcome = kill_rank_1_during_save(tmp_path, is_released=True, save_deadline=60)

@@ -287,6 +287,27 @@ class OwnIterator:
         return torch.tensor([[float(next(self.rest))]])
 
 
+class GoesOn:
+    """A loader with a state whose next epoch begins where the one before has ended."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            self.read += 1
+            yield torch.tensor([[float(self.read)]])
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self).copy()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
 class Unsized:
     """Batches of which there is no number."""
 
@@ -314,6 +335,7 @@ AS_STOCK = {
         lambda rank: Unpicklable(continuing.Numbers(SAMPLES), 2), is_divided=False
     ),
     "its own iterator": Case(lambda rank: OwnIterator(), is_divided=False),
+    "goes on in the next epoch": Case(lambda rank: GoesOn(), is_divided=False),
     "divided by a sampler": Case(part_in_batches),
     "without a number": Case(lambda rank: batched(Unsized())),
 }
@@ -335,7 +357,9 @@ def read_as_stock(kind: training.Kind, directory: Path) -> dict[str, Any]:
         rank = int(os.environ["RANK"])
         module = Evaluated(given(case.make(rank)))
         trainer = training.make_trainer(
-            training.make_strategy(kind, directory), use_distributed_sampler=case.is_divided
+            training.make_strategy(kind, directory),
+            use_distributed_sampler=case.is_divided,
+            max_epochs=2,
         )
         try:
             trainer.fit(module, val_dataloaders=case.make(rank))
