@@ -87,7 +87,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    # 0.5 MiB of weights and products fit into the cache.
+    # On a CPU, 0.5 MiB of weights and products fit into the cache.
     size = 1 << 15 if device.type == "cpu" else 1 << 20
     generator = torch.Generator().manual_seed(0)  # the same weights on all ranks
     return (torch.randint(-(1 << 63), (1 << 63) - 1, (size,), generator=generator) | 1).to(device)

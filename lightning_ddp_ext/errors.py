@@ -110,13 +110,11 @@ class BatchNormError(DDPExtError, RuntimeError):
 
 
 class DivergenceError(DDPExtError, RuntimeError):
-    """The ranks differ in parameters, optimiser states or logged values.
-
-    It is raised on every rank.
+    """The ranks differ in parameters, optimiser states or logged values, or would soon.
 
     Attributes:
-        ranks: the ranks that differ from the majority, ascending; in a tie, those that
-            differ from the lowest rank.
+        ranks: the ranks that differ from the largest group of equal ranks, ascending; of
+            several such groups, from the one with the lowest rank.
         names: the names of the values that differ.
     """
 

@@ -18,7 +18,7 @@ from .start.devices import RankDevicesStrategy
 
 
 class GradientAveraging:
-    """Makes DDP average the gradients of a strategy's ranks.
+    """Makes DDP average also gradients that it would leave out, and names unused parameters.
 
     :meth:`on_ddp_formed` is called first, when DDP has wrapped the module.
 

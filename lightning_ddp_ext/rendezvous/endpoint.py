@@ -72,6 +72,7 @@ class Endpoint:
 
         Raises:
             RendezvousError: the given port cannot be bound.
+            OSError: no port can be bound.
         """
         listener = listen("127.0.0.1" if self.is_local else "", 0)
         hosts = ["127.0.0.1"] if self.is_local else own_addresses()
@@ -104,7 +105,7 @@ class Endpoint:
         return b""
 
     def write(self, text: str) -> None:
-        """Publish a text."""
+        """Publish a text, which the other ranks then read."""
 
     def withdraw(self) -> None:
         """Remove the published address; called on rank 0."""
@@ -297,8 +298,8 @@ def _interfaces() -> list[tuple[str, Any]]:
 def network_identity() -> str:
     """Return an identity of this process's loopback network.
 
-    It is the same for two processes if they can reach each other by loopback, and only
-    then.
+    It is the same for two processes if, and only if, they can reach each other by
+    loopback; in a sandbox that hides both facts, it is the host's name.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/net")

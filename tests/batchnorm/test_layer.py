@@ -29,7 +29,7 @@ from tests.harness.training import stock_group
 
 STEPS = 2
 HALF = (torch.bfloat16, torch.float16)
-# How far a result may be from the exact one, relative to the largest value.
+# How far a result may be from the exact one, relative to the largest value, or to 1.
 TOLERANCES = {
     torch.int64: 0.0,
     torch.float64: 1e-10,

@@ -8,8 +8,8 @@ over NCCL        stock ``ddp`` on the same GPUs
 SyncBatchNorm    torch's BatchNorm in one process, with the batches of all ranks joined
 ===============  =====================================================================
 
-With stand-ins for GPUs and NCCL (see ``conftest``), the reference of all ranks is the
-CPU over gloo, because stock cannot synchronise BatchNorm there.
+With stand-ins for GPUs and NCCL (see ``conftest``), the reference of the first two rows is
+the CPU over gloo, because stock cannot synchronise BatchNorm there.
 """
 
 from contextlib import suppress

@@ -78,9 +78,9 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``function`` on ``world_size`` ranks and return its results by rank.
 
-    If ranks fail, the test fails with their stories: first that of the one that failed
-    first, whose exception is the error's cause. The options are those of
-    ``RankProcesses``.
+    If ranks raise or are killed, the test fails with their stories: first that of the one
+    that failed first, whose exception is the error's cause. A rank that calls ``os._exit``
+    has the result ``None``. The options are those of ``RankProcesses``.
     """
     outcomes = launch_ranks(function, world_size, *args, **options)
     first, *others = sorted(outcomes, key=lambda outcome: outcome.failed_at)

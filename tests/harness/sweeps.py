@@ -46,7 +46,7 @@ def play_cases(
     world size share their ranks.
 
     Return the results of each rank, by case. A case that ends its processes gets the
-    story of their ends instead, and the cases after it are not played.
+    story of their ends instead, and the cases after it with as many ranks are not played.
     """
     results: dict[C, list[Any] | str] = {}
     for ranks in sorted({*map(ranks_of, cases)}):

@@ -436,7 +436,9 @@ def results_of(
 
 @pytest.mark.parametrize("keeps_ranks", [True, False], ids=["same ranks", "other ranks"])
 def test_a_run_that_is_resumed_equals_one_that_is_not(keeps_ranks: bool, tmp_path: Path) -> None:
-    """Batches and weights are the same to the last bit, with each level of each factor."""
+    """Batches are the same, and on as many ranks also weights, to the last bit, with each
+    level of each factor.
+    """
     cases = sweeps.chosen_cases(Case.parse, daily_cases())
     chosen = [case for case in cases if case.keeps_ranks == keeps_ranks]
     sweeps.expect_nothing_wrong(play(chosen, tmp_path), REPEAT)

@@ -23,9 +23,10 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
     does all else by itself. With a strategy that overrides ``save_checkpoint``, such as
     FSDP, the callback warns and behaves like ``ModelCheckpoint``.
 
-    It installs a :class:`~lightning_ddp_ext.RankZeroCheckpointIO`, unless the Trainer has
-    another checkpoint IO in ``plugins``. Its state in a checkpoint is the same as
-    ``ModelCheckpoint``'s, so each can read the other's checkpoints.
+    In a stock strategy it puts a :class:`~lightning_ddp_ext.RankZeroCheckpointIO` in the
+    place of Lightning's ``TorchCheckpointIO``; another checkpoint IO stays. Its state in a
+    checkpoint is the same as ``ModelCheckpoint``'s, so each can read the other's
+    checkpoints.
 
     Args:
         *args: see ``ModelCheckpoint``.

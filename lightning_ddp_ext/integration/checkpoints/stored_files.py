@@ -1,7 +1,7 @@
 """Look for files in a directory or an object store: which exist, and when they changed.
 
-A directory or store that cannot be searched is an error, so that no run starts anew
-although it has a checkpoint.
+A search that fails is an error, so that no run starts anew although it has a checkpoint.
+A store whose library cannot list files, as that of http, has none to find.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ from ..start.devices import RankDevicesStrategy
 from ..start.slurm import is_preempted, requeue
 from .training_weights import TrainingWeights
 
-# torchrun kills ranks 30 s after its SIGTERM; other launchers have no known limit.
+# torchrun kills ranks 30 s after its SIGTERM. Elsewhere the time is a setting of the system,
+# such as SLURM's KillWait or a grace period of Kubernetes, which no rank can read.
 _UNDER_TORCHRUN = timedelta(seconds=25)
 _ELSEWHERE = timedelta(minutes=10)
 
