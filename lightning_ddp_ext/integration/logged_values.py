@@ -154,7 +154,7 @@ class LoggedValues:
         if reduction.result is None or group is not None:
             self.flush()
             if reduction.result is not None:  # Lightning would round a mean of integers down
-                tensor = tensor.to(_dtype_of(Value("", reduce_op, tensor)))
+                tensor = tensor.to(_dtype_of(reduce_op, tensor))
             return pl.strategies.DDPStrategy.reduce(self._strategy, tensor, group, reduce_op)
         meta = reduction.result.meta
         name = meta.forked_name(on_step=not is_computing_epoch(trainer))
@@ -275,15 +275,15 @@ def _results(values: Sequence[Value], rows: Tensor) -> list[Tensor]:
     """Return the results; ``rows`` has a row for each rank, a column for each value."""
     by_op = {op: _OPS[op](rows) for op in {value.op for value in values}}
     return [
-        by_op[value.op][column].to(value.tensor.device, _dtype_of(value))
+        by_op[value.op][column].to(value.tensor.device, _dtype_of(value.op, value.tensor))
         for column, value in enumerate(values)
     ]
 
 
-def _dtype_of(value: Value) -> torch.dtype:
-    """Return the dtype of a result: the value's, but float for a mean of integers."""
-    is_mean_of_integers = value.op == "mean" and not value.tensor.is_floating_point()
-    return torch.get_default_dtype() if is_mean_of_integers else value.tensor.dtype
+def _dtype_of(op: str, tensor: Tensor) -> torch.dtype:
+    """Return the dtype of a result: the tensor's, but float for a mean of integers."""
+    is_mean_of_integers = op == "mean" and not tensor.is_floating_point()
+    return torch.get_default_dtype() if is_mean_of_integers else tensor.dtype
 
 
 def _mismatch(values: Sequence[Value], group: dist.ProcessGroup | None) -> DivergenceError:

@@ -88,6 +88,7 @@ class GracefulStop:
         self._peers = session.context.peers
         self._statuses = session.statuses
         self._seconds = deadline.total_seconds()
+        self._half = self._seconds / 2  # to wait for another rank, before one saves alone
         self._acknowledge = acknowledge
         self._position = 0  # the last stop point
         self._request: StopRequest | None = None  # until the ranks stop
@@ -165,10 +166,10 @@ class GracefulStop:
         if self._request is None:
             return False
         with self._peers.arrived:
-            if not self._peers.wait_for(self._have_agreed, self._seconds / 2):
+            if not self._peers.wait_for(self._have_agreed, self._half):
                 self._statuses.ask_and_wait(
                     f"rank {self._peers.rank} has waited at its stop point for half of"
-                    f" save_deadline, {self._seconds / 2:g} s"
+                    f" save_deadline, {self._half:g} s"
                 )
                 self._peers.wait_for(self._have_agreed)
             self._peers.check()
@@ -249,8 +250,8 @@ class GracefulStop:
         )
 
     def _limit_stop(self, request: StopRequest) -> None:
-        """Limit the time until the ranks stop, half of which leaves one time to save alone."""
-        self._statuses.limit_waits(self._seconds / 2, "half of save_deadline,")
+        """Limit the time until the ranks stop, and the waits of each for another one."""
+        self._statuses.limit_waits(self._half, "half of save_deadline,")
         finding = f"{request}: the ranks have not stopped"
         self._forced_exit.start(
             self._seconds, status_of(request.signum), partial(self._explain_exit, finding)
