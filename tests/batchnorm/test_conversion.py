@@ -192,8 +192,8 @@ def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
     (message,) = warnings_of(model)
     assert message == (
         "BatchNorm layers with their own class or forward method are not converted: 0 (Scaled),"
-        " 1 (BatchNorm2d), 2 (LazyBatchNorm2d), 3 (SyncBatchNorm). To use the statistics of all ranks, a class can"
-        " inherit from"
+        " 1 (BatchNorm2d), 2 (LazyBatchNorm2d), 3 (SyncBatchNorm). To use the statistics of"
+        " all ranks, a class can inherit from"
         " lightning_ddp_ext.SyncBatchNorm, and a lazy layer can run a first batch before the"
         " conversion; to leave a layer out without this warning, use exclude="
     )

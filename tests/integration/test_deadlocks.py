@@ -156,8 +156,8 @@ DIFFERENT_CALLS = [
     *[
         pytest.param(
             monitored_on_rank_0(callback),
-            rf"rank 0 .*began a decision of {type(callback).__name__} \({PLACE}\).*; log 'on_rank_0'"
-            " on every rank",
+            rf"rank 0 .*began a decision of {type(callback).__name__} \({PLACE}\).*; log"
+            " 'on_rank_0' on every rank",
             id=type(callback).__name__,
         )
         for callback in (
@@ -315,8 +315,9 @@ def fit_and_look(rank: int, world_size: int, directory: Path) -> None:
     """Train; rank 1 is late at the end of training, and then at a barrier. Rank 0 announces
     when it looks for the late rank, and when it has looked; only the first wait is overdue.
     """
-    pusher, table = StatusPusher, status_table.StatusTable
-    ask, answer, handle_look = pusher._ask, table._answer, pusher._handle_look
+    ask = StatusPusher._ask
+    answer = status_table.StatusTable._answer
+    handle_look = StatusPusher._handle_look
 
     def ask_once(self: Any, *args: Any, **kwargs: Any) -> None:
         ask(self, *args, **kwargs)
@@ -331,9 +332,9 @@ def fit_and_look(rank: int, world_size: int, directory: Path) -> None:
         if not body["is_watched"]:
             ranks.announce("has looked")
 
-    pusher._ask = ask_once
-    table._answer = answer_and_announce
-    pusher._handle_look = handle_and_announce
+    StatusPusher._ask = ask_once
+    status_table.StatusTable._answer = answer_and_announce
+    StatusPusher._handle_look = handle_and_announce
     callbacks = [
         training.At("on_train_end", lambda _: training.limit_collectives(0.2), ranks=[0]),
         training.At("on_train_end", stay, ranks=[1]),
@@ -525,7 +526,8 @@ def assert_named(
 
 SILENT = (
     r"^rank \d \(host .*, pid \d+\) has not answered; "
-    rf"(rank \d has waited .*{TIMEOUT:g} s|rank \d began barrier .*|the connections of rank \d were closed in a collective)"
+    rf"(rank \d has waited .*{TIMEOUT:g} s|rank \d began barrier .*"
+    r"|the connections of rank \d were closed in a collective)"
     r"; every rank stops$"
 )
 ELSEWHERE = (

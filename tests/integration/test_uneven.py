@@ -231,8 +231,8 @@ DIFFERENCES = {
         options={"strategy": STOP},
         message=(
             "training loader DataLoader must have a length on every rank or on none, or training"
-            " would hang (lengths by rank: (inf, 3, 3); inf means no length); define __len__ on every"
-            " rank"
+            " would hang (lengths by rank: (inf, 3, 3); inf means no length); define __len__ on"
+            " every rank"
         ),
     ),
     "datasets": Difference(

@@ -241,8 +241,10 @@ def leave(*_: object) -> None:
             [in_step(wait_for_ever, 0), in_step(die, 1)],
             1,
             [
-                "[rank 0] RankDiedError: {} died: its process ended unexpectedly; every rank stops.",
-                "errors.RankDiedError: local {} died: it was killed by SIGKILL; the other ranks were",
+                "[rank 0] RankDiedError: {} died: its process ended unexpectedly; every rank"
+                " stops.",
+                "errors.RankDiedError: local {} died: it was killed by SIGKILL; the other ranks"
+                " were",
             ],
             id="dies",
         ),
