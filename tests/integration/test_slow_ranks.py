@@ -32,17 +32,18 @@ PARTS = ("data", "forward", "backward")
 
 
 class SlowNet(Net):
-    """A model with buffers, of which rank 1 is slow at one part after another."""
+    """A model with buffers, of which one rank is slow at one part after another."""
 
-    def __init__(self, *, is_manual: bool, logs: bool) -> None:
+    def __init__(self, *, slow_rank: int = 1, is_manual: bool = False, logs: bool = False) -> None:
         super().__init__()
+        self.slow_rank = slow_rank
         self.automatic_optimization = not is_manual
         self.logs = logs
         self.batches = 0
 
     def be_slow_at(self, part: str) -> None:
         is_slow = PARTS.index(part) == self.batches // BATCHES
-        if self.global_rank == 1 and is_slow:
+        if self.global_rank == self.slow_rank and is_slow:
             time.sleep(SECONDS)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
@@ -69,7 +70,7 @@ class SlowNet(Net):
 
 
 def measure(
-    kind: Kind, directory: Path, net: dict[str, bool], options: dict[str, Any]
+    kind: Kind, directory: Path, net: dict[str, Any], options: dict[str, Any]
 ) -> tuple[list[str], list[dict[str, Any]], list[str]]:
     """Return the lines that a rank logs about slow ranks, its report, and the names of the
     figures that its logger has.
@@ -89,37 +90,55 @@ def measure(
 @pytest.mark.parametrize(
     ("kind", "net", "options"),
     [
-        pytest.param("ours", {}, {"accumulate_grad_batches": 2}, id="ours, accumulation"),
-        pytest.param("stock", {"logs": False}, {}, id="stock"),
-        pytest.param("ours", {"is_manual": True, "logs": False}, {}, id="manual optimisation"),
-        pytest.param(
-            "ours", {}, {"val_check_interval": 5, "limit_val_batches": 1}, id="validation"
+        ("ours", {"slow_rank": 1, "logs": True}, {"accumulate_grad_batches": 2}),
+        ("ours", {"slow_rank": 0, "logs": True}, {}),
+        ("ours", {"slow_rank": 1, "is_manual": True}, {}),
+        (
+            "ours",
+            {"slow_rank": 1, "logs": True},
+            {"val_check_interval": 5, "limit_val_batches": 1},
         ),
+        ("stock", {"slow_rank": 0}, {}),
     ],
+    ids=["accumulation", "rank 0", "manual optimisation", "validation", "stock"],
 )
 def test_a_slow_rank_is_named_once_for_each_part(
-    kind: Kind, net: dict[str, bool], options: dict[str, Any], tmp_path: Path
+    kind: Kind, net: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Rank 0 logs a line when the part changes, and one when the rank is as fast again.
 
     Its loggers get the times: of each part the longest, its rank, and the median.
     """
-    net = {"is_manual": False, "logs": True, **net}
+    slow_rank = net["slow_rank"]
     (lines, report, figures), on_rank_1 = on_ranks(kind, measure, tmp_path, net, options)
     *named, over = lines
     assert len(named) == len(PARTS), named
     for line, part in zip(named, PARTS, strict=True):
         assert re.fullmatch(
-            rf"rank 1 \(host \S+, cpu\) is slow: \S+ ms a step for {part}, median \S+ ms; every"
-            r" step waits \S+ ms for it",
+            rf"rank {slow_rank} \(host \S+, cpu\) is slow: \S+ ms a step for {part}, median \S+ ms;"
+            r" every step waits \S+ ms for it",
             line,
         )
-    assert re.fullmatch(r"rank 1 is no longer slow; it was slow in \d+ of \d+ comparisons", over)
+    assert re.fullmatch(
+        rf"rank {slow_rank} is no longer slow; it was slow in \d+ of \d+ comparisons", over
+    )
     assert on_rank_1 == ([], report, [])
     assert [row["rank"] for row in report] == [0, 1]
     parts = ("backward", "data", "forward", "waiting")
     ends = ("ms_max", "ms_median", "rank")
     assert figures == [f"slow_ranks/{part}_{end}" for part in parts for end in ends]
+
+
+def test_stock_logging_hides_a_slow_forward_pass(tmp_path: Path) -> None:
+    """All ranks wait in ``training_step``, for each logged value; the other parts are named."""
+    net = {"slow_rank": 1, "logs": True}
+    (lines, _, _), _ = on_ranks("stock", measure, tmp_path, net, {})
+    assert [re.findall("ms a step for (.*?),", line) for line in lines] == [
+        ["data"],
+        [],
+        ["backward"],
+        [],
+    ]
 
 
 def fit_twice(kind: Kind, directory: Path) -> list[dict[str, Any]]:
@@ -129,7 +148,7 @@ def fit_twice(kind: Kind, directory: Path) -> list[dict[str, Any]]:
         training.fit(
             kind,
             directory,
-            SlowNet(is_manual=False, logs=False),
+            SlowNet(),
             callback,
             max_epochs=1,
             limit_val_batches=0,
@@ -154,7 +173,7 @@ def fit_and_keep_callback(kind: Kind, directory: Path, hook: str, batch: int) ->
         models.append(weakref.ref(trainer.strategy.model))
         raise ValueError("stop here")
 
-    net = SlowNet(is_manual=False, logs=False)
+    net = SlowNet()
     callback = SlowRanks(every_n_steps=EVERY)
     with suppress(ValueError):
         training.fit(kind, directory, net, callback, At(hook, fail, earlier=batch), max_epochs=1)
@@ -184,7 +203,7 @@ def fit_without_ddp(kind: Kind, directory: Path) -> list[str]:
         WithoutDDP(), callbacks=[callback], max_epochs=1, limit_train_batches=2 * EVERY
     )
     with training.warnings_with("SlowRanks") as warnings:
-        trainer.fit(SlowNet(is_manual=False, logs=False))
+        trainer.fit(SlowNet())
     assert callback.report == []
     return warnings
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
+from itertools import accumulate
+from operator import itemgetter, sub
 from statistics import median, median_low
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rank_logger import rank_logger
 
 from ..private.compat import batches_that_stepped_of
-from ..private.ddp_times import MeasuredStep, has_timers
+from ..private.ddp_times import has_timers, measure_next_step, times_of_last_step
 from ..private.lightning_tree import pl, rank_zero_warn
 from ..strategy_ranks import ranks_of
 
@@ -26,9 +27,8 @@ Row = Mapping[str, Any]
 
 _logger = rank_logger(__name__, ranks=0)
 
-_OWN = ("data", "forward", "backward")  # parts of a step in which a rank does not wait
-_PARTS = (*_OWN, "waiting")
-_SAMPLES = 10  # steps that are measured between two comparisons
+_PARTS = ("data", "forward", "backward")  # of a step, in this order
+_SAMPLES = 5  # steps that are measured after each comparison, for the next one
 _LEAST = 1.0  # ms a step; smaller differences are noise, as is what one comparison shows
 
 
@@ -37,20 +37,23 @@ class SlowRanks(pl.Callback):
 
     With DDP, each step takes as long as on the slowest rank. This callback measures
     some steps, and compares the ranks after every n-th batch with one small collective.
-    If a rank's own time, for data, forward and backward without waiting, is a multiple
-    of the median twice in a row, rank 0 logs one line. The Trainer's loggers get the
-    times as ``slow_ranks/data_ms_max`` and so on. The callback works with each strategy
-    that wraps the model in ``DistributedDataParallel``, on CPU and CUDA. Elsewhere, and
-    with one rank, it measures nothing.
+    In a measured step, all ranks start together, and a rank is late if it completes
+    data, forward or backward after most others. If its delay makes a step longer by a
+    factor, twice in a row, rank 0 logs one line that names the rank and the part. The
+    Trainer's loggers get the times as ``slow_ranks/data_ms_max`` and so on. The
+    callback works with each strategy that wraps the model in
+    ``DistributedDataParallel``, on CPU and CUDA. Elsewhere, and with one rank, it
+    measures nothing.
 
     Args:
         every_n_steps: the number of training batches between comparisons.
-        ratio: a rank is slow if its own time exceeds the median by this factor.
+        ratio: a rank is slow if its delay makes a step longer by this factor.
 
     Attributes:
         report: the last comparison, the same on all ranks: for each rank ``rank``,
-            ``host``, ``device``, and in ms a step ``data``, ``forward``, ``backward``
-            and ``waiting``. Empty before the first one.
+            ``host``, ``device``, and in ms a step ``data``, ``forward``, ``backward``,
+            each with the waits for collectives in it, and ``waiting`` for the exchange
+            of gradients. Empty before the first one.
 
     Raises:
         ConfigurationError: ``every_n_steps`` is not an integer of at least 10, or
@@ -62,8 +65,6 @@ class SlowRanks(pl.Callback):
         trainer = L.Trainer(strategy="ddp", devices=2, callbacks=[callback])
     """
 
-    _step: MeasuredStep | None = None  # until its times are known
-
     def __init__(self, every_n_steps: int = 100, ratio: float = 1.5) -> None:
         remedy = "pass every_n_steps=100 to compare the ranks after every 100th batch"
         self.every_n_steps = integer(every_n_steps, "every_n_steps", at_least=10, remedy=remedy)
@@ -71,70 +72,45 @@ class SlowRanks(pl.Callback):
             raise ConfigurationError(f"ratio must be a number above 1 (got {ratio!r}); pass 1.5")
         self.ratio = ratio
         self.report: list[Row] = []
-        self._period = max(2, self.every_n_steps // _SAMPLES)  # of measured steps
-        self._start(is_measuring=False)
-
-    def _start(self, *, is_measuring: bool) -> None:
-        """Forget an earlier fit."""
-        self._is_measuring = is_measuring
-        self._ended_at: float | None = None  # when the step before a measured one ended
-        if self._step is not None:
-            self._step.remove_hooks()
-        self._step = None
-        self._times: list[dict[str, float]] = []  # since the last comparison
-        self._history: list[dict[int, str]] = [{}]  # the slow ranks of all comparisons
-        self._named: dict[int, str] = {}  # the slow ranks, as the log says
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         has_ranks = trainer.world_size > 1
-        self._start(is_measuring=has_ranks and has_timers(trainer.strategy.model))
+        self._is_measuring = has_ranks and has_timers(trainer.strategy.model)
+        self._started_at: float | None = None  # when all ranks started a measured step
+        self._steps: list[dict[str, float]] = []  # measured since the last comparison
+        self._history: list[dict[int, str]] = [{}]  # the slow ranks of all comparisons
+        self._named: dict[int, str] = {}  # the slow ranks, as the log says
         if has_ranks and not self._is_measuring:
             rank_zero_warn(
                 "SlowRanks measures nothing: it needs a strategy with torch's"
                 f" DistributedDataParallel, such as 'ddp' (got {type(trainer.strategy).__name__})"
             )
 
-    def _end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        exception: BaseException | None = None,
-    ) -> None:
-        """Free the model in DDP, which a step that is not over refers to."""
-        self._start(is_measuring=False)
-
-    on_train_end = on_exception = _end
-
     def _skip(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._ended_at = None  # what follows is not only the time for a batch
+        self._started_at = None  # what follows is not only the time for a batch
 
     on_train_epoch_start = on_validation_start = _skip
 
     @override
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self._ended_at is not None:
-            data = (time.perf_counter() - self._ended_at) * 1e3
-            self._step = MeasuredStep(trainer.strategy.model, data, self._times)
-            self._ended_at = None
-
-    @override
-    def on_before_backward(self, *_: Any) -> None:
-        if self._step is not None:
-            self._step.mark("backward")
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self._started_at is not None:
+            self._data = (time.perf_counter() - self._started_at) * 1e3
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if not self._is_measuring:
             return
-        if self._step is not None and self._step.is_over(trainer.strategy.model):
-            self._step = None
+        if self._started_at is not None and (times := times_of_last_step(trainer.strategy.model)):
+            self._steps.append({"data": self._data, **times})
         batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         if batches % self.every_n_steps == 0:
             self._compare(trainer)
-        is_next_measured = (batches + 1) % self._period == 0
-        if is_next_measured and self._step is None:
-            self._ended_at = time.perf_counter()
+        is_measured = batches % self.every_n_steps < _SAMPLES * trainer.accumulate_grad_batches
+        measure_next_step(trainer.strategy.model, is_measured=is_measured)
+        if is_measured:
+            trainer.strategy.barrier("SlowRanks")
+        self._started_at = time.perf_counter() if is_measured else None
 
     def _compare(self, trainer: pl.Trainer) -> None:
         """Compare the ranks. Collective: every rank must call it."""
@@ -143,9 +119,9 @@ class SlowRanks(pl.Callback):
             "host": socket.gethostname(),
             "device": str(trainer.strategy.root_device),
         }
-        if self._times:
-            own |= {part: median(map(itemgetter(part), self._times)) for part in _PARTS}
-        self._times.clear()
+        if self._steps:
+            own |= {part: median(step[part] for step in self._steps) for part in self._steps[0]}
+        self._steps.clear()
         report = ranks_of(trainer.strategy).gather(own)
         if not all("data" in row for row in report):  # some rank has measured no step
             return
@@ -176,27 +152,41 @@ class SlowRanks(pl.Callback):
             )
 
 
-def own_time(row: Row) -> float:
-    """Return the time in which a rank does not wait for others, in ms a step."""
-    return float(sum(row[part] for part in _OWN))
-
-
 def _median_of(report: Sequence[Row], part: str) -> float:
     return float(median_low(row[part] for row in report))
 
 
+def _delays(report: Sequence[Row]) -> list[list[float]]:
+    """Return how much later than most others each rank completes each part, in ms.
+
+    Ranks that wait within a part for a late one, as for rank 0's buffers or for logged
+    values, complete that part with it and not later. So a wait is not a delay.
+
+    >>> late = {"data": 41, "forward": 5, "backward": 9}
+    >>> waits = {"data": 9, "forward": 37, "backward": 9}
+    >>> _delays([late, waits])
+    [[32, 0, 0], [0, 0, 0]]
+    """
+    ends = [list(accumulate(row[part] for part in _PARTS)) for row in report]
+    usual = [median_low(times) for times in zip(*ends, strict=True)]
+    return [list(map(sub, times, usual)) for times in ends]
+
+
 def slow_parts(report: Sequence[Row], ratio: float) -> dict[int, str]:
-    """Return the slow ranks, each with the part that takes it much longer than others.
+    """Return the slow ranks, each with the part in which it falls behind the most.
 
     >>> rows = [{"rank": rank, "data": 1, "forward": 5, "backward": 9} for rank in range(3)]
     >>> slow_parts([*rows, {"rank": 3, "data": 41, "forward": 5, "backward": 9}], ratio=1.5)
     {3: 'data'}
     """
-    limit = median_low(map(own_time, report))
+    delays = _delays(report)
+    step = max(sum(row[part] for part in _PARTS) for row in report)
+    without_slow_ranks = step - max(map(max, delays))
+    limit = max(_LEAST, (ratio - 1) * without_slow_ranks)
     return {
-        row["rank"]: max(_OWN, key=lambda part: row[part] - _median_of(report, part))
-        for row in report
-        if own_time(row) > max(limit * ratio, limit + _LEAST)
+        row["rank"]: max(zip(map(sub, delay, [0.0, *delay]), _PARTS, strict=False))[1]
+        for row, delay in zip(report, delays, strict=True)
+        if max(delay) > limit
     }
 
 
@@ -213,14 +203,14 @@ def in_words(report: Sequence[Row], slow: Mapping[int, str]) -> str:
         f" {report[rank][part]:.3g} ms a step for {part}, median {_median_of(report, part):.3g} ms"
         for rank, part in slow.items()
     ]
-    wait = max(own_time(report[rank]) for rank in slow) - median_low(map(own_time, report))
+    wait = max(max(_delays(report)[rank]) for rank in slow)
     whom = "it" if len(slow) == 1 else "the slowest"
     return f"{listed(clauses, '; ')}; every step waits {wait:.3g} ms for {whom}"
 
 
 def _metrics(report: Sequence[Row]) -> dict[str, float]:
     metrics: dict[str, float] = {}
-    for part in _PARTS:
+    for part in (*_PARTS, "waiting"):
         slowest = max(report, key=itemgetter(part))
         metrics |= {
             f"slow_ranks/{part}_ms_max": slowest[part],
