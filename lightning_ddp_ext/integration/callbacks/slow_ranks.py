@@ -66,8 +66,9 @@ class SlowRanks(pl.Callback):
     """
 
     def __init__(self, every_n_steps: int = 100, ratio: float = 1.5) -> None:
-        remedy = "pass every_n_steps=100 to compare the ranks after every 100th batch"
-        self.every_n_steps = integer(every_n_steps, "every_n_steps", at_least=10, remedy=remedy)
+        self.every_n_steps = integer(
+            every_n_steps, "every_n_steps", at_least=10, remedy="pass 100, the default"
+        )
         if not isinstance(ratio, int | float) or not ratio > 1:
             raise ConfigurationError(f"ratio must be a number above 1 (got {ratio!r}); pass 1.5")
         self.ratio = ratio
@@ -184,10 +185,16 @@ def slow_parts(report: Sequence[Row], ratio: float) -> dict[int, str]:
     without_slow_ranks = step - max(map(max, delays))
     limit = max(_LEAST, (ratio - 1) * without_slow_ranks)
     return {
-        row["rank"]: max(zip(map(sub, delay, [0.0, *delay]), _PARTS, strict=False))[1]
-        for row, delay in zip(report, delays, strict=True)
-        if max(delay) > limit
+        row["rank"]: _slowest_part(delays_of_rank)
+        for row, delays_of_rank in zip(report, delays, strict=True)
+        if max(delays_of_rank) > limit
     }
+
+
+def _slowest_part(delays: Sequence[float]) -> str:
+    """Return the part that increases a rank's delay the most."""
+    increases = map(sub, delays, [0.0, *delays])
+    return max(zip(increases, _PARTS, strict=True))[1]
 
 
 def in_words(report: Sequence[Row], slow: Mapping[int, str]) -> str:
