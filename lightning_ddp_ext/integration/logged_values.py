@@ -2,8 +2,9 @@
 
 Lightning calls ``Strategy.reduce`` for each value. A value that is logged in a step is
 queued, and the call returns a tensor that is reduced before its first use, so no reader
-sees a value of one rank alone. All other values, such as those of an epoch, and tensors
-that are not logged, are reduced in the call.
+sees a value of one rank alone. All other values, and tensors that are not logged, are
+reduced in the call; the first call at the end of an epoch also reduces the values of the
+epoch that Lightning reads next.
 
 A rank sends its queue to the others in an **exchange**, a collective call. It makes one
 when its step ends, and earlier if it reads a queued value, or before the strategy
@@ -38,7 +39,12 @@ from lightning_ddp_ext.supervision.stacks import call_site
 from .checkpoints.collective import Checkpoints
 from .data.evaluation import Evaluation
 from .named_calls import report_step
-from .private.compat import is_computing_epoch, result_reduced_by, trainer_of
+from .private.compat import (
+    is_computing_epoch,
+    result_reduced_by,
+    results_to_compute,
+    trainer_of,
+)
 from .private.lightning_tree import pl
 from .start.devices import RankDevicesStrategy
 from .strategy_ranks import check_received
@@ -82,9 +88,9 @@ class LoggedValues:
     """Reduces the values that a strategy's ranks log with ``sync_dist=True``.
 
     If ranks log different values, all ranks raise. If a training step logged values, the
-    next one is expected to, so all ranks exchange at its end, even if they have none; and
-    the number of samples of a mean follows its sum. Before any other exchange they first
-    wait for each other, so that a rank without values can be named.
+    next one is expected to, so all ranks exchange at its end, even if they have none.
+    Before any other exchange they first wait for each other, so that a rank without values
+    can be named.
     """
 
     def __init__(
@@ -101,6 +107,9 @@ class LoggedValues:
         self._is_in_step = False
         # Whether every rank makes another exchange in this step, even without values.
         self._needs_another = False
+        # What Lightning has not read yet, by the tensor that it reduces. A result gets other
+        # tensors when its name is logged again.
+        self._numbers_of_epoch: dict[Tensor, Tensor] = {}
         # Evaluation does not change this, since some ranks may have no evaluation step.
         self._is_logged_in_training = False
 
@@ -156,18 +165,34 @@ class LoggedValues:
             if reduction.result is not None:  # Lightning would round a mean of integers down
                 tensor = tensor.to(_dtype_of(reduce_op, tensor))
             return pl.strategies.DDPStrategy.reduce(self._strategy, tensor, group, reduce_op)
+        if is_computing_epoch(trainer):
+            return self._reduce_of_epoch(tensor, reduction.result, trainer)
         meta = reduction.result.meta
-        name = meta.forked_name(on_step=not is_computing_epoch(trainer))
-        value = Value(f"{meta.fx}.{name}", reduce_op, tensor)
+        value = Value(f"{meta.fx}.{meta.forked_name(on_step=True)}", reduce_op, tensor)
         if not self._is_in_step:
-            # Every rank reduces the number of samples of a mean right after their sum.
-            is_second = tensor is getattr(reduction.result, "cumulated_batch_size", None)
-            [result], _ = self._exchange([value], is_expected=is_second)
+            [result], _ = self._exchange([value])
             return result
         pending = PendingTensor.of(value, self.flush)
         self._queue.append(pending)
         self._is_logged_in_training = self._is_logged_in_training or trainer.training
         return pending
+
+    def _reduce_of_epoch(self, tensor: Tensor, result: Any, trainer: Any) -> Tensor:
+        """Reduce a number of a result, and with the first one those of all results.
+
+        Lightning reads them one after another. Collective.
+        """
+        # Lightning passes a copy of a result's value, but not of a mean's number of samples.
+        is_value = tensor is not getattr(result, "cumulated_batch_size", None)
+        number = result.value if is_value else tensor
+        if number not in self._numbers_of_epoch:
+            values = [value for each in results_to_compute(trainer) for value in _numbers_of(each)]
+            results, _ = self._exchange(values)
+            self._numbers_of_epoch = {
+                value.tensor: reduced
+                for value, reduced in zip(values, results, strict=False)  # as in _exchange_queue
+            }
+        return self._numbers_of_epoch.pop(number)
 
     def _exchange_queue(self) -> None:
         """Reduce the first queued values, as many as all ranks have sent. Collective."""
@@ -280,6 +305,16 @@ def _results(values: Sequence[Value], rows: Tensor) -> list[Tensor]:
     ]
 
 
+def _numbers_of(result: Any) -> list[Value]:
+    """Return the numbers from which Lightning computes a result of an epoch.
+
+    A mean has two: a sum and the number of samples.
+    """
+    name = f"{result.meta.fx}.{result.meta.forked_name(on_step=False)}"
+    samples = [result.cumulated_batch_size] if result.meta.is_mean_reduction else []
+    return [Value(name, result.meta.sync.op, number) for number in (result.value, *samples)]
+
+
 def _dtype_of(op: str, tensor: Tensor) -> torch.dtype:
     """Return the dtype of a result: the tensor's, but float for a mean of integers."""
     is_mean_of_integers = op == "mean" and not tensor.is_floating_point()
@@ -289,7 +324,9 @@ def _dtype_of(op: str, tensor: Tensor) -> torch.dtype:
 def _mismatch(values: Sequence[Value], group: dist.ProcessGroup | None) -> DivergenceError:
     """Return an error that lists each rank's values. Collective."""
     by_rank: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(by_rank, listed(values) or "no further value", group=group)
+    dist.all_gather_object(
+        by_rank, listed(dict.fromkeys(map(str, values))) or "no further value", group=group
+    )
     with suppress(RuntimeError):
         # Keep the group open until all ranks have received. This rank raises the error
         # even if another one has closed its group.

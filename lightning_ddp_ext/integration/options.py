@@ -1,10 +1,10 @@
-"""Check the arguments of the strategy that are passed on to DDP."""
+"""Check the arguments of the strategy that are passed on to Lightning and DDP."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,32 @@ from lightning_ddp_ext.errors import ConfigurationError
 from .private.lightning_tree import pl
 
 _SET_BY_LIGHTNING = ("module", "device_ids")
+
+# For each field, a name that its values have, the rule, and a remedy. Any class that has the
+# name is accepted, as by Lightning.
+_RULES = {
+    "bucket_cap_mb": ("__int__", "a number of megabytes", "bucket_cap_mb=25"),
+    "checkpoint_io": ("teardown", "a CheckpointIO", "checkpoint_io=RankZeroCheckpointIO()"),
+    "cluster_environment": (
+        "set_global_rank",
+        "a ClusterEnvironment",
+        "cluster_environment=SLURMEnvironment()",
+    ),
+}
+
+
+def refuse_mistyped(values: Mapping[str, Any]) -> None:
+    """Raise if a value would be refused only after processes were started.
+
+    Raises:
+        ConfigurationError: the value is neither ``None`` nor of the field's kind.
+    """
+    for field, (name, kind, example) in _RULES.items():
+        value = values.get(field)
+        if value is not None and not hasattr(value, name):
+            raise ConfigurationError(
+                f"{field} must be {kind} or None (got {value!r}); write, for example, {example}"
+            )
 
 
 def refuse_unknown(init: Callable[..., None], ddp_kwargs: Iterable[str]) -> None:

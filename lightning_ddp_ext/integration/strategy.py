@@ -54,7 +54,7 @@ from .data.training_loaders import UnevenMode
 from .ddp import GradientAveraging
 from .logged_values import LoggedValues, Reduction
 from .named_calls import enter_broadcast, enter_call, enter_decision
-from .options import refuse_accumulating_static_graph, refuse_unknown
+from .options import refuse_accumulating_static_graph, refuse_mistyped, refuse_unknown
 from .private.compat import trainer_of
 from .private.lightning_tree import ClusterEnvironment, pl, refuse_other_tree
 from .private.replaced_methods import ReplacedMethods
@@ -178,6 +178,8 @@ class DDPExtStrategy(RankDevicesStrategy):
     ) -> None:
         check_choice("start_method", start_method, *get_args(StartMethod))
         refuse_unknown(DDPExtStrategy.__init__, ddp_kwargs)
+        plugins = {"checkpoint_io": checkpoint_io, "cluster_environment": cluster_environment}
+        refuse_mistyped({**plugins, **ddp_kwargs})
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

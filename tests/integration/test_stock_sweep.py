@@ -392,7 +392,8 @@ class Watched(L.LightningModule):
             self.log_value("after the step", float(self.global_rank), sync_dist=True, **EACH)
 
     def on_train_epoch_end(self) -> None:
-        self.read_metrics()
+        if "reads alone" not in self.program.model or self.global_rank == 1:
+            self.read_metrics()
         if "hooks" in self.program.model:
             self.log("end", float(self.global_rank), sync_dist=True, reduce_fx="sum")
 

@@ -169,6 +169,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"init_timeot": 1}, "no argument 'init_timeot'; did you mean init_timeout?"),
     ({"module": None}, "no argument 'module'; remove it. Besides its own"),
     ({"qqq": 1}, f"torch {torch.__version__}: output_device, dim, broadcast_buffers, "),
+    ({"bucket_cap_mb": "25"}, "bucket_cap_mb must be a number of megabytes or None (got '25')"),
+    ({"checkpoint_io": 5}, "checkpoint_io must be a CheckpointIO or None (got 5); write"),
+    ({"cluster_environment": "slurm"}, "cluster_environment must be a ClusterEnvironment or"),
 ]
 
 

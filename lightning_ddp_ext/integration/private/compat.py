@@ -231,6 +231,23 @@ def is_computing_epoch(trainer: Any) -> bool:
     return private(trainer, "_logger_connector", "_first_loop_iter") is None
 
 
+def results_to_compute(trainer: Any) -> list[Any]:
+    """Return the logged values whose result of an epoch Lightning has yet to compute.
+
+    They are those that it reduces over all ranks, in the order in which it does so.
+    """
+    return [
+        result
+        for _, result in private(results_of(trainer), "valid_items")()
+        if result.meta.on_epoch
+        and result.meta.sync.should
+        and not result.meta.sync.rank_zero_only
+        and result.meta.sync.group is None
+        and result.is_tensor
+        and private(result, "_computed") is None
+    ]
+
+
 # Signals.
 
 
