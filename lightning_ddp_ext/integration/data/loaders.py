@@ -129,7 +129,7 @@ class TrainerLoaders:
         source = source_of(dataloader)  # another Trainer or stage may have prepared it already
         if stage == RunningStage.PREDICTING:
             return as_lightning(source, shuffle, stage)
-        seed = self.resume.orders.agree()
+        seed = self.resume.orders.agree_on_seed()
         divided = divide(
             self._strategy,
             source,
@@ -178,7 +178,7 @@ class TrainerLoaders:
         if is_read_by_loop:
             # Without a length, Lightning reads a resumed epoch's first batch before it
             # sets the epoch of samplers.
-            is_set_by_lightning = self.resume.restart is None or self.resume.is_training
+            is_set_by_lightning = not self.resume.awaits_train_start
             loader.set_epoch(self.resume.epoch, is_set_by_lightning=is_set_by_lightning)
         if position is not None and is_read_by_loop:
             return self._start_training(loader, position, iterator)
@@ -218,8 +218,7 @@ class TrainerLoaders:
         self, position: Position, loader: DistributedLoader, iterator: LazyIterator
     ) -> Iterator[Any]:
         """Start an iterator over a training loader at its position."""
-        restart = self.resume.restart
-        if restart is not None and restart.is_last:
+        if self.resume.restart.is_last:
             return iter(())
         with self._workers_of(loader):
             batches = self.uneven.give_batches(position.iterate())
