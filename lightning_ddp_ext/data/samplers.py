@@ -187,8 +187,12 @@ class GlobalOrderSampler(DistributedSampler[Any]):
                 ``position`` not one from 0 to ``length``.
         """
         epoch = integer(epoch, "epoch", remedy=_EPOCH_REMEDY)
-        remedy = "a position is only valid for the length that it was saved with"
-        self.position = integer(position, "position", at_most=self.length, remedy=remedy)
+        self.position = integer(
+            position,
+            "position",
+            at_most=self.length,
+            remedy="a position is only valid for the length that it was saved with",
+        )
         self.epoch = epoch
         self.drawn_order = None
         self._set_wrapped_epoch()

@@ -54,12 +54,6 @@ KEY = "lightning_ddp_ext"
 VERSION = 15
 ResumeData = Literal["exact", "stock"]
 
-_OF_MID_EPOCH_RESUME = ".*resuming from a checkpoint that ended before the epoch ended"
-_IS_LOST = (
-    "the checkpoint has no position that this release can read; save at the end of an epoch"
-    " before you change the strategy or its release"
-)
-
 
 @dataclass(frozen=True)
 class SavedState:
@@ -232,7 +226,11 @@ class Resume:
         else:
             restart = find_restart(loops, accumulated=trainer.accumulate_grad_batches)
             if restart.is_within:
-                _warn(restart.epoch, _IS_LOST)
+                _warn(
+                    restart.epoch,
+                    "the checkpoint has no position that this release can read; save at the end"
+                    " of an epoch before you change the strategy or its release",
+                )
                 restart = restart.from_epoch_start()
             self._saved = SavedState(restart, loops, self.state_at(restart, None))
         checkpoint["loops"]["fit_loop"] = change_to(loops, self.restart)
@@ -289,8 +287,11 @@ class Resume:
         if not problems:
             return
         _warn(restart.epoch, problems[0])
-        rank = {**self._saved.rank, "random": None}
-        self._saved = replace(self._saved, restart=restart.from_epoch_start(), rank=rank)
+        self._saved = replace(
+            self._saved,
+            restart=restart.from_epoch_start(),
+            rank={**self._saved.rank, "random": None},
+        )
         fit_loop = self._trainer.fit_loop
         fit_loop.load_state_dict(change_to(self._saved.loops, self.restart))
         fit_loop.update_restart_stage()
@@ -303,11 +304,9 @@ class Resume:
         Collective in a resumed run.
         """
         self._is_training = True
-        if self.restart == NOT_RESUMED.restart:
-            return
         done = self._trainer.fit_loop.epoch_loop.batch_progress.current.processed
         if (epoch_of(self._trainer), done) != (self.restart.epoch, self.restart.done):
-            # A `LearningRateFinder` has set the loops to its own file.
+            # Not resumed, or a `LearningRateFinder` has set the loops to its own file.
             self._saved = NOT_RESUMED
             return
         for callback in self._trainer.callbacks:
@@ -317,7 +316,9 @@ class Resume:
         self._decide()
         self._restore_random_state()
         if self.restart.is_within:
-            self._replaced.hide_warning(_OF_MID_EPOCH_RESUME)
+            self._replaced.hide_warning(
+                ".*resuming from a checkpoint that ended before the epoch ended"
+            )
             self._count_batches_again()
         elif self.restart.at == "epoch_start":
             # Lightning then creates the iterators again after the hooks, as in a whole run.
@@ -350,9 +351,8 @@ class Resume:
 
     def _restore_random_state(self) -> None:
         """Restore this rank's random state, if it was saved."""
-        random = self._saved.rank["random"]
-        if random is not None:
-            restore_random_state(random, device_generators(self._strategy))
+        saved = self._saved.rank["random"] or ()
+        restore_random_state(saved, device_generators(self._strategy))
 
     def on_train_batch_start(self) -> None:
         """Let Lightning's loops continue as usual, once the first batch was read."""

@@ -112,8 +112,8 @@ class UnevenInputs:
         """Return an iterator that ends on all ranks together, if that is requested."""
         if not self._ends_together:
             return batches
-        group = group_of_small_collectives()  # CPU tensors need not wait for an accelerator
-        return end_together(batches, group, on_last=self._end_epoch)
+        # In this group, CPU tensors need not wait for an accelerator.
+        return end_together(batches, group_of_small_collectives(), on_last=self._end_epoch)
 
     def _end_epoch(self) -> None:
         """Make Lightning treat the next batch of a single loader as the last one.
