@@ -38,10 +38,11 @@ class DistributedLoader:
             unless it has a state.
         start_iterator: given this loader and the new iterator, returns the iterator
             that yields the batches.
-        is_dealt: whether the strategy has put its own sampler into the loader.
+        is_divided: whether a sampler was put into the loader that divides its samples among
+            the ranks.
 
     Attributes:
-        source, start_iterator, is_dealt: the arguments.
+        source, start_iterator, is_divided: the arguments.
         loader: the loader to read: a copy of ``source`` if that is a ``DataLoader``
             without a state.
         length: the number of batches that replaces the loader's own length; ``None`` to
@@ -56,11 +57,11 @@ class DistributedLoader:
     """
 
     def __init__(
-        self, source: Any, start_iterator: StartIterator, *, is_dealt: bool = False
+        self, source: Any, start_iterator: StartIterator, *, is_divided: bool = False
     ) -> None:
         self.source = source
         self.start_iterator = start_iterator
-        self.is_dealt = is_dealt
+        self.is_divided = is_divided
         # The owner of a state may read it, so the loader is not copied.
         self.loader = source if is_stateful(source) else own_copy(source)
         self.length: int | None = None
@@ -79,7 +80,9 @@ class DistributedLoader:
         return show(self.loader, self)
 
     def set_epoch(self, epoch: int, *, is_set_by_lightning: bool = False) -> None:
-        """Set the epoch of the objects in the loader, once, since they may count calls.
+        """Set the epoch of the objects in the loader, unless they already have it.
+
+        They may count calls.
 
         Args:
             epoch: from 0.
@@ -165,10 +168,10 @@ class LazyIterator(Iterator[Any]):
 
 
 class UnsentGenerator(torch.Generator):
-    """A generator of which another process gets a new one.
+    """A generator that is sent to another process without its state.
 
-    A spawned worker gets it with the loader, if the user's objects refer to the
-    Trainer. Torch could not send its state.
+    Torch could not send the state. A spawned worker gets the generator with the loader,
+    if the user's objects refer to the Trainer.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

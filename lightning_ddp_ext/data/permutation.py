@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lightning_ddp_ext.data.random_state import mix
 
 ROUNDS = 10
-_TABLE = 1 << 16
+_TABLE = 1 << 16  # up to this length, a permutation is stored
 
 Halves = NDArray[np.uint32]
 RoundKey = tuple[Halves, Halves, Halves]

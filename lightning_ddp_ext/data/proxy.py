@@ -1,7 +1,8 @@
 """Read, copy and show a loader of any class.
 
-A copy of a loader can read other indices, and still shows the user's own sampler: an
-object is shown through a proxy of its class with another iterator.
+An object is shown through a proxy, which has its class and attributes, but another
+iterator. A loader is shown while ours is iterated over; the user's own sampler is shown
+while a copy of the loader reads other indices.
 """
 
 from __future__ import annotations

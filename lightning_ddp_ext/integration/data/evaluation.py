@@ -1,13 +1,14 @@
 """Evaluate with batches of the same sizes on all ranks, and count each sample once.
 
-1. ``prepare`` makes a loader read even batches. Some ranks repeat a sample in the last
-   one.
-2. When an iterator yields a batch, the ranks that repeat a sample in it are recorded.
-3. ``step`` makes these ranks idle in the step of that batch: it does not count there.
+1. :meth:`Evaluation.prepare` makes a loader read :class:`EvenBatches`. If the samples do
+   not divide evenly, some ranks repeat a sample in the last batch.
+2. When an iterator from :meth:`Evaluation.start` yields a batch, the ranks that repeat a
+   sample in it are recorded.
+3. :meth:`Evaluation.step` makes these ranks **idle** in the step of that batch: the batch
+   does not count there.
 
 An idle rank runs the same step as the other ranks, which wait for it in collectives.
-Afterwards, the states of metrics and logged values are those before the step, in the
-types and shapes that the step gave them, because the ranks reduce them together.
+Afterwards its logged values and metrics are restored.
 """
 
 from __future__ import annotations
@@ -68,15 +69,15 @@ class Evaluation:
 
     def end(self) -> None:
         """End the evaluation, after which no rank is idle."""
-        # Lightning may read a batch before the step of an earlier one.
+        # For each batch that was read, until its step: Lightning may read ahead.
         self._idle_ranks_of_steps: deque[tuple[int, ...]] = deque()
         self.idle_ranks: tuple[int, ...] = ()
         self.is_idle = False
 
     def prepare(self, loader: DistributedLoader, stage: RunningStage) -> None:
-        """Make a loader read even batches, if all ranks have the same samples.
+        """Make a loader read even batches, if all ranks can and have equally many samples.
 
-        Collective.
+        With different numbers, each rank has its own data. Collective.
         """
         is_alone = self._strategy.world_size == 1 or not dist.is_initialized()
         # A step that takes an iterator may fetch several batches, of which some count.
@@ -94,10 +95,10 @@ class Evaluation:
         sampler = global_order_of(loader.loader)
         if sampler is None or not can_count_once(loader.loader):
             return None
-        is_to_count_once = loader.is_dealt or sampler.uneven == "exact"
+        should_count_once = loader.is_divided or sampler.uneven == "exact"
         # Idle ranks are the sampler's, and a user may have given it others than ours.
-        own_ranks = (self._strategy.world_size, self._strategy.global_rank)
-        if not is_to_count_once or (sampler.num_replicas, sampler.rank) != own_ranks:
+        strategy_ranks = (self._strategy.world_size, self._strategy.global_rank)
+        if not should_count_once or (sampler.num_replicas, sampler.rank) != strategy_ranks:
             return None
         index_sampler: Any = index_sampler_of(loader.loader)
         return EvenBatches(index_sampler, sampler, active_loop_of(self._strategy.current_trainer))
@@ -106,13 +107,19 @@ class Evaluation:
         """Start an iterator now, while the caller has set the seed of its workers."""
         even = iterable_of(index_sampler_of(loader.loader))
         idle_ranks = even.repeating_ranks() if isinstance(even, EvenBatches) else ()
-        last = len(loader.loader) - 1 if idle_ranks else -1
+        last = len(loader.loader) - 1 if idle_ranks else -1  # others may have no length
         return self._recorded(iter(loader.loader), last, idle_ranks)
 
     def _recorded(
         self, batches: Iterator[Any], last: int, idle_ranks: tuple[int, ...]
     ) -> Iterator[Any]:
-        """Yield batches, and record which ranks are idle in the step of each one."""
+        """Yield batches, and record for each which ranks are idle in its step.
+
+        Args:
+            batches: the batches of this rank.
+            last: the number of the batch in which ``idle_ranks`` are idle, from 0.
+            idle_ranks: may be empty.
+        """
         for number, batch in enumerate(each_of(batches)):
             self._idle_ranks_of_steps.append(idle_ranks if number == last else ())
             yield batch
@@ -123,9 +130,9 @@ class Evaluation:
         steps = self._idle_ranks_of_steps
         self.idle_ranks = steps.popleft() if steps else ()
         self.is_idle = self._strategy.global_rank in self.idle_ranks
-        restoring = restoring_metrics(self._strategy.current_trainer)
+        trainer = self._strategy.current_trainer
         try:
-            with restoring if self.is_idle else nullcontext():
+            with restoring_metrics(trainer) if self.is_idle else nullcontext():
                 yield
         finally:
             self.idle_ranks = ()
@@ -166,7 +173,10 @@ class EvenBatches:
         self._batch_size: int | None = getattr(index_sampler, "batch_size", None)
 
     def repeating_ranks(self) -> tuple[int, ...]:
-        """Return the ranks that repeat a sample in the last batch now."""
+        """Return the ranks that repeat a sample in the last batch.
+
+        There are none while the loop's steps have batches of several loaders.
+        """
         world_size = self.sampler.num_replicas
         left_over = self.sampler.length % world_size
         is_separate = left_over > 0 and mode_of(self._loop) == "sequential"

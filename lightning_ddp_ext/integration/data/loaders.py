@@ -117,7 +117,7 @@ class TrainerLoaders:
         divided = self._divide(source, shuffle, stage)
         if divided is None:
             divided = as_lightning(source, shuffle, stage)
-        loader = DistributedLoader(divided, self.start, is_dealt=divided is not source)
+        loader = DistributedLoader(divided, self.start, is_divided=divided is not source)
         if stage == RunningStage.TRAINING:
             self._prepare_training(loader)
         else:

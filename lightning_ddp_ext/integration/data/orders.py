@@ -71,7 +71,7 @@ class Orders:
             sampler = loader.position.sampler if loader.position else None
             if isinstance(sampler, RankOrderSampler):
                 sampler.set_order(mix(seed, number), self._keys)
-            elif sampler is not None and loader.is_dealt:
+            elif sampler is not None and loader.is_divided:
                 is_stocks = isinstance(sampler, TorchOrderSampler)
                 sampler.seed = seed if is_stocks else mix(seed, number)
 

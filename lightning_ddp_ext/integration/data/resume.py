@@ -2,13 +2,14 @@
 
 A run that resumes takes three steps:
 
-1. :meth:`Resume.restore` takes the place from the checkpoint, and changes the saved state
+1. :meth:`Resume.restore` reads the point from the checkpoint, and changes the saved state
    of Lightning's loops to it. The training loaders may not have been created yet.
 2. All ranks decide together whether each of them can continue in the middle of the epoch;
    otherwise all of them start it again. They do so when the epoch's first batch is
-   requested, or in ``on_train_start``, whichever is first, and again if loaders are
-   created again.
-3. In ``on_train_start``, the counters and the random state are set to the place.
+   requested, or in ``on_train_start``, whichever is first. If the loaders are created
+   again, the ranks decide again.
+3. ``on_train_start`` restores the random state, and corrects the loops' numbers of
+   batches.
 
 When the next epoch begins, the run is no longer a resumed one. Random states are saved
 only if the checkpoint is saved between two optimiser steps.
@@ -22,7 +23,7 @@ The strategy adds one section to a checkpoint, which is otherwise unchanged, so 
 ``orders``   what determines each rank's orders, see :class:`~.orders.Orders`
 ``restart``  where training continues, a :class:`~.loop_state.Restart`
 ``ranks``    of each rank that saved: its ``rank``, its random states
-             (``random``), and for each training loader the place (``loaders``)
+             (``random``), and its place in each training loader (``loaders``)
 ===========  =====================================================================
 """
 
@@ -71,7 +72,8 @@ class SavedState:
     rank: Mapping[str, Any]
 
 
-# Before a checkpoint is read, and after its epoch: no epoch continues here.
+# The state of a run that has read no checkpoint, and of one that is past the resumed
+# epoch: no epoch continues there.
 NOT_RESUMED = SavedState(Restart("epoch_start", epoch=-1), loops={}, rank={"random": None})
 
 
@@ -111,7 +113,7 @@ class Resume:
         self._reset()
 
     def _reset(self) -> None:
-        self._saved = NOT_RESUMED
+        self._saved = NOT_RESUMED  # or a checkpoint's, from `restore` until the next epoch
         self._is_training = False  # whether `on_train_start` was called in this run
         # The random state before a validation that has not ended.
         self._before_validation: list[Any] | None = None
@@ -141,7 +143,7 @@ class Resume:
     def epoch(self) -> int:
         """The current or next training epoch.
 
-        It is correct even before Lightning reads the checkpoint.
+        It is correct even before Lightning has restored its loops.
         """
         return max(epoch_of(self._trainer), self.restart.epoch)
 
@@ -186,7 +188,7 @@ class Resume:
         }
 
     def state_at(self, restart: Restart, random: Any) -> dict[str, Any]:
-        """Return this rank's state for a checkpoint that continues at ``restart``."""
+        """Return this rank's entry in ``ranks`` of a checkpoint that continues at ``restart``."""
         positions = positions_of(self._trainer) if restart.is_within else []
         done_before = self.restart.done if self.restart.is_within else 0  # in an earlier run
         places = [position.state_after(restart.done - done_before) for position in positions]
@@ -328,13 +330,14 @@ class Resume:
     def _count_batches_again(self) -> None:
         """Set the loops to the numbers of batches, done and in all, on these ranks.
 
-        Both change with the number of ranks and the batch size. Lightning assumes the
-        same number of batches in all epochs, so those that are not left are done, but
-        not those after the last optimiser step. An epoch that is beyond its limit has one
+        Both change with the number of ranks and the batch size. Lightning ends all epochs
+        after the same number of batches, so the batches that are not left count as done,
+        up to the last optimiser step. If an epoch is already beyond its limit, it has one
         more step, and then ends as usual.
         """
         fit_loop = self._trainer.fit_loop
         lengths = [length_or_inf(loader.loader) for loader in training_loaders_of(self._trainer)]
+        # The loader with this many batches determines when an epoch ends.
         whole = min(lengths) if mode_of(fit_loop) == "min_size" else max(lengths)
         position = positions_of(self._trainer)[lengths.index(whole)]
         left = position.left(position.start)

@@ -150,11 +150,11 @@ class UnevenInputs:
         _warn_of_same_batches(checksums, streams)
 
     def _refuse_different_orders(self, orders: Sequence[set[str]]) -> None:
-        """Raise if the ranks' samplers of ours do not split the same global orders."""
+        """Raise if our samplers on the ranks do not split the same global orders."""
         common = set.intersection(*orders)
-        if all(own == common for own in orders):
+        if all(order == common for order in orders):
             return
-        differing = [listed(sorted(own - common)) or "none" for own in orders]
+        differing = [listed(sorted(order - common)) or "none" for order in orders]
         refuse(
             self._strategy,
             SamplingError(
@@ -195,7 +195,7 @@ def _checksums(batch: Any) -> tuple[int, ...]:
 
 
 def _shared_orders(loaders: Iterable[Any]) -> set[str]:
-    """Return the properties of our samplers, which every rank must have.
+    """Return the properties of our samplers in these loaders, which every rank must have.
 
     >>> from lightning_ddp_ext import ExactDistributedSampler
     >>> sampler = ExactDistributedSampler(range(6), num_replicas=2, rank=0)
