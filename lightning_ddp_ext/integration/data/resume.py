@@ -36,12 +36,11 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_ddp_ext.data.proxy import length_or_inf
 from lightning_ddp_ext.data.random_state import record_random_state, restore_random_state
 
 from ..checkpoints.collective import Checkpoints
 from ..named_calls import report_step
-from ..private.compat import end_epoch_after, end_restart, fetcher_of, mode_of
+from ..private.compat import end_epoch_after, end_restart, fetcher_of
 from ..private.lightning_tree import pl, rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
 from ..start.devices import RankDevicesStrategy
@@ -49,7 +48,7 @@ from ..stopping.stops import StopController
 from ..strategy_ranks import ranks_of
 from .loop_state import Restart, change_to, find_restart
 from .orders import Orders
-from .training_loaders import epoch_of, positions_of, training_loaders_of
+from .training_loaders import batches_of_epoch, epoch_of, positions_of
 
 KEY = "lightning_ddp_ext"
 VERSION = 15
@@ -335,17 +334,12 @@ class Resume:
         up to the last optimiser step. If an epoch is already beyond its limit, it has one
         more step, and then ends as usual.
         """
-        fit_loop = self._trainer.fit_loop
-        lengths = [length_or_inf(loader.loader) for loader in training_loaders_of(self._trainer)]
-        # The loader with this many batches determines when an epoch ends.
-        whole = min(lengths) if mode_of(fit_loop) == "min_size" else max(lengths)
-        position = positions_of(self._trainer)[lengths.index(whole)]
-        left = position.left(position.start)
+        whole, left = batches_of_epoch(self._trainer)
         limit = self._trainer.num_training_batches
         not_left = self.restart.done if whole == math.inf else whole - left
         done = int(min(not_left, limit - 1))
         done -= done % self._trainer.accumulate_grad_batches
-        current = fit_loop.epoch_loop.batch_progress.current
+        current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = done
         current.completed = done - 1 if self.restart.at == "batch_end" else done
         if done + left < limit:

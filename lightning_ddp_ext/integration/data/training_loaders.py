@@ -26,7 +26,7 @@ from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 
-from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of
+from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of, mode_of
 from ..private.lightning_tree import rank_zero_warn
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import group_of_small_collectives, ranks_of, refuse
@@ -53,6 +53,18 @@ def training_loaders_of(trainer: Any) -> list[DistributedLoader]:
 def positions_of(trainer: Any) -> list[Position]:
     """Return the positions in the training loaders, in the same order."""
     return [loader.position for loader in training_loaders_of(trainer) if loader.position]
+
+
+def batches_of_epoch(trainer: Any) -> tuple[float, float]:
+    """Return how many batches a whole epoch has, and how many are left in the current one.
+
+    Both are those of the loader that determines when this rank's epoch ends, and ``inf``
+    if it has no length. In a resumed epoch, the batches before its start are not left.
+    """
+    lengths = [length_or_inf(loader.loader) for loader in training_loaders_of(trainer)]
+    whole = min(lengths) if mode_of(trainer.fit_loop) == "min_size" else max(lengths)
+    position = positions_of(trainer)[lengths.index(whole)]
+    return whole, position.left(position.start)
 
 
 class UnevenInputs:
@@ -213,8 +225,9 @@ def _shared_orders(loaders: Iterable[Any]) -> set[str]:
 
 def _by_rank(values: Sequence[Any]) -> str:
     """Return the values in words with their ranks, the rarest value first."""
-    ranks_of_values = grouped(dict(enumerate(values)))
-    return listed(f"{value} on {ranks_in_words(ranks)}" for value, ranks in ranks_of_values)
+    return listed(
+        f"{value} on {ranks_in_words(ranks)}" for value, ranks in grouped(dict(enumerate(values)))
+    )
 
 
 def _warn_of_same_batches(
