@@ -64,6 +64,11 @@ class RunningStatistics(NamedTuple):
     var: Tensor
     momentum: float
 
+    def add(self, mean: Vector, var: Vector) -> None:
+        """Add a batch with this mean and unbiased variance, in place."""
+        self.mean.lerp_(_as_tensor(mean, self.mean.dtype), self.momentum)
+        self.var.lerp_(_as_tensor(var, self.var.dtype), self.momentum)
+
 
 class SyncBatchNormOnCPU(torch.autograd.Function):
     """Normalise a batch (N, C, ...) with the statistics of all ranks' batches."""
@@ -87,7 +92,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
         """
         x = _dense(input.to(torch.promote_types(input.dtype, torch.float32)))
         mean, var = _mean_and_var(x)
-        # Each rank may decide this for itself: the exchanged data have the same form.
+        # Each rank may decide this alone, because the exchanged data have the same form.
         if x.dtype == torch.float32 and (mean * mean > _LARGE_OFFSET**2 * (var + eps)).any():
             x = x.double()
             mean, var = _mean_and_var(x)
@@ -99,9 +104,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
                 " all ranks together have 1); use larger batches, or drop the incomplete last one"
             )
         if running is not None and count > 1:  # it is 0 if all batches are empty
-            unbiased_var = var * (count / (count - 1))
-            running.mean.lerp_(_as_tensor(mean, running.mean.dtype), running.momentum)
-            running.var.lerp_(_as_tensor(unbiased_var, running.var.dtype), running.momentum)
+            running.add(mean, var * (count / (count - 1)))
         mean_of_all = _as_tensor(mean, x.dtype)
         var_of_all = _as_tensor(var, x.dtype)
         weight = None if weight is None else weight.to(x.dtype)

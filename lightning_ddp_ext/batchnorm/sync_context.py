@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from lightning_ddp_ext.errors import BatchNormError, ConfigurationError
 
 _PASSES = ("forward", "backward")
-# numbers at the beginning of a message: the indices of the layer and of the pass
+# A message begins with two numbers: the indices of the layer and of the pass.
 _HEADER = 2
 # A small exchange between ranks that start together takes half of this time.
 _POLL_SECONDS = 0.002
@@ -68,7 +68,7 @@ class SyncContext:
 
     def __post_init__(self) -> None:
         group: object = self.process_group
-        # Torch's annotations count this number as a group, of ranks outside of it.
+        # On ranks outside of a new group, torch returns this number in place of the group.
         is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
         if not (group is None or is_outside or isinstance(group, dist.ProcessGroup)):
             raise ConfigurationError(

@@ -42,10 +42,14 @@ def prepare_workers(loader: Any, epoch: int, *, rank: int, seed: int | None = No
         if isinstance(users_function, StartWorker):  # of an earlier epoch
             users_function = users_function.users_function
         loader.worker_init_fn = StartWorker(users_function, epoch, rank, seed)
-    for below in (each for each in all_below(loader) if isinstance(each, DataLoader)):
-        is_outdated = seed is not None or _depends_on_epoch(below.dataset)
-        if below.persistent_workers and is_outdated:
-            forget_workers(below)
+    persistent = [
+        each
+        for each in all_below(loader)
+        if isinstance(each, DataLoader) and each.persistent_workers
+    ]
+    for each in persistent:
+        if seed is not None or _depends_on_epoch(each.dataset):
+            forget_workers(each)
 
 
 def _depends_on_epoch(dataset: object) -> bool:

@@ -38,15 +38,16 @@ class DistributedLoader:
             unless it has a state.
         start_iterator: given this loader and the new iterator, returns the iterator
             that yields the batches.
-        is_dealt: whether the strategy has put its own sampler into the loader.
+        is_divided: whether a sampler was put into the loader that divides its samples among
+            the ranks.
 
     Attributes:
-        source, start_iterator, is_dealt: the arguments.
+        source, start_iterator, is_divided: the arguments.
         loader: the loader to read: a copy of ``source`` if that is a ``DataLoader``
             without a state.
         length: the number of batches that replaces the loader's own length; ``None`` to
             keep it.
-        on_iterator: called when an iterator is created, if given.
+        on_iterator: called when an iterator is created; by default, does nothing.
         position: where the epochs of a loader of training data continue; ``None`` for
             other data.
 
@@ -56,19 +57,20 @@ class DistributedLoader:
     """
 
     def __init__(
-        self, source: Any, start_iterator: StartIterator, *, is_dealt: bool = False
+        self, source: Any, start_iterator: StartIterator, *, is_divided: bool = False
     ) -> None:
         self.source = source
         self.start_iterator = start_iterator
-        self.is_dealt = is_dealt
+        self.is_divided = is_divided
         # The owner of a state may read it, so the loader is not copied.
         self.loader = source if is_stateful(source) else own_copy(source)
         self.length: int | None = None
-        self.on_iterator: Callable[[], object] | None = None
+        self.on_iterator: Callable[[], object] = lambda: None
         self.position: Position | None = None
-        self._epoch = -1  # of the objects inside
-        self._generator_state: torch.Tensor | None = None  # that gives the drawn seed
-        self._has_seeded_kept_workers = False  # whether workers persist, and were seeded
+        self._epoch = -1  # which the objects inside have got last
+        # The generator's state before the latest iterator drew its workers' seed; ``None``
+        # if no iterator has drawn one.
+        self._state_before_seed: torch.Tensor | None = None
 
     def shown(self) -> Any:
         """Return a proxy of this loader with the class and attributes of ``loader``.
@@ -78,7 +80,9 @@ class DistributedLoader:
         return show(self.loader, self)
 
     def set_epoch(self, epoch: int, *, is_set_by_lightning: bool = False) -> None:
-        """Set the epoch of the objects in the loader, once, since they may count calls.
+        """Set the epoch of the objects in the loader, unless they already have it.
+
+        They may count calls.
 
         Args:
             epoch: from 0.
@@ -93,10 +97,12 @@ class DistributedLoader:
             set_epoch(self.loader, epoch, except_for=are_set)
 
     def _draw_worker_seed(self) -> None:
-        """Draw what torch draws when an iterator is created, for when it starts."""
-        self._has_seeded_kept_workers = self.loader.persistent_workers
+        """Draw what torch draws when it creates an iterator, and keep the state before that.
+
+        The real iterator then draws the same seed from this state when it starts.
+        """
         source = self.loader.generator or torch.default_generator
-        self._generator_state = source.get_state()
+        self._state_before_seed = source.get_state()
         torch.empty((), dtype=torch.int64).random_(generator=source)
 
     @contextmanager
@@ -106,23 +112,24 @@ class DistributedLoader:
         For the arguments, see :func:`~lightning_ddp_ext.data.epochs.prepare_workers`.
         """
         prepare_workers(self.loader, epoch, rank=rank, seed=seed)
-        if self._generator_state is None:
+        if self._state_before_seed is None:
             yield
             return
         users_generator = self.loader.generator
         self.loader.generator = UnsentGenerator()
-        self.loader.generator.set_state(self._generator_state)
+        self.loader.generator.set_state(self._state_before_seed)
         try:
             yield
         finally:
             self.loader.generator = users_generator
 
     def __iter__(self) -> Iterator[Any]:
-        if self.on_iterator is not None:
-            self.on_iterator()
-        # Torch draws nothing if workers persist from an earlier iterator.
-        if _draws_seed_on_cpu(self.loader) and not self._has_seeded_kept_workers:
-            self._draw_worker_seed()
+        self.on_iterator()
+        if _draws_seed_on_cpu(self.loader):
+            # Torch draws nothing if workers persist from an earlier iterator.
+            is_seeded = self.loader.persistent_workers and self._state_before_seed is not None
+            if not is_seeded:
+                self._draw_worker_seed()
         return LazyIterator(self)
 
     def __len__(self) -> int:
@@ -137,13 +144,13 @@ class LazyIterator(Iterator[Any]):
     Attributes:
         loader: the loader.
         before_next: called before each request of a batch but the first one, including
-            the request that finds the end; ``None`` for nothing.
+            the request that finds the end; by default, does nothing.
     """
 
     def __init__(self, loader: DistributedLoader) -> None:
         self.loader = loader
-        self.before_next: Callable[[], object] | None = None
-        self._batches: Iterator[Any] | None = None
+        self.before_next: Callable[[], object] = lambda: None
+        self._batches: Iterator[Any] | None = None  # ``None`` until it starts
 
     def start(self) -> Iterator[Any]:
         """Start the iterator, unless it has started."""
@@ -152,7 +159,7 @@ class LazyIterator(Iterator[Any]):
         return self._batches
 
     def __next__(self) -> Any:
-        if self._batches is not None and self.before_next is not None:
+        if self._batches is not None:
             self.before_next()
         return next(self.start())
 
@@ -161,10 +168,10 @@ class LazyIterator(Iterator[Any]):
 
 
 class UnsentGenerator(torch.Generator):
-    """A generator of which another process gets a new one.
+    """A generator that is sent to another process without its state.
 
-    A spawned worker gets it with the loader, if the user's objects refer to the
-    Trainer. Torch could not send its state.
+    Torch could not send the state. A spawned worker gets the generator with the loader,
+    if the user's objects refer to the Trainer.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from lightning_ddp_ext.data.random_state import mix
 
 ROUNDS = 10
-_TABLE = 1 << 16
+_TABLE = 1 << 16  # up to this length, a permutation is stored
 
-Words = NDArray[np.uint64]
 Halves = NDArray[np.uint32]
 RoundKey = tuple[Halves, Halves, Halves]
 Uneven = Literal["pad", "drop", "exact"]
@@ -80,7 +79,7 @@ class Permutation:
             beyond = beyond[again >= np.uint64(self._length)]
         return values.view(np.int64)
 
-    def _run_rounds(self, values: Words) -> Words:
+    def _run_rounds(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Apply all rounds once."""
         columns = np.uint64(self._columns)
         rows = values // columns

@@ -16,9 +16,9 @@ any other             unknown          starts the epoch again
 ====================  ===============  ==============================================
 
 The place after some more batches is arithmetic, so nothing is recorded while training
-runs, except of a loader with a state: it may be read ahead, so the states after its
-latest batches are kept. The place is also unknown once a loader has begun again beside a
-longer one, and after a hook has changed the batch size.
+runs. The exception is a loader with a state: it may be read ahead, so the states after
+its latest batches are kept. The place is also unknown once a loader has begun again
+beside a longer one, and after a hook has changed the batch size.
 """
 
 from __future__ import annotations
@@ -40,11 +40,6 @@ from lightning_ddp_ext.data.proxy import (
 from lightning_ddp_ext.data.samplers import GlobalOrderSampler, RankOrderSampler
 
 # Why a place is not found again, and the remedy.
-_UNKNOWN_ORDER = (
-    "yields batches in an order that cannot be drawn again; use a map-style dataset with a"
-    " sampler that has a length and draws only from random, NumPy or torch, or a loader with a"
-    " state, such as torchdata's StatefulDataLoader"
-)
 _OTHER_ORDER = (
     "draws another order than before the checkpoint was saved; resume with the same data, and"
     " with a sampler that draws only from random, NumPy or torch"
@@ -57,21 +52,27 @@ _UNKNOWN_PLACE = (
 
 
 class Position:
-    """Finds places in the epochs of a loader, whose order is unknown in this base class.
+    """Finds places in the epochs of a loader whose order is unknown; base class of others.
+
+    Problems are returned as the rest of a sentence about the loader, with the remedy.
 
     Args:
-        loader: one of our loaders.
+        loader: the loader that is read.
         world_size: the number of ranks.
 
     Attributes:
         loader: the argument.
-        unknown_place: why a place is unknown, with the remedy.
+        unknown_place: the problem of a saved place that is unknown.
         sampler: our sampler that yields the loader's items, if any.
-        epoch: the epoch that is read.
+        epoch: the epoch that is read; -1 before the first one.
         start: the place at which the epoch begins in this run.
     """
 
-    unknown_place: str = _UNKNOWN_ORDER
+    unknown_place: str = (
+        "yields batches in an order that cannot be drawn again; use a map-style dataset with a"
+        " sampler that has a length and draws only from random, NumPy or torch, or a loader with a"
+        " state, such as torchdata's StatefulDataLoader"
+    )
     sampler: GlobalOrderSampler | None = None
 
     def __init__(self, loader: Any, world_size: int) -> None:
@@ -88,30 +89,31 @@ class Position:
         """Make the next iterators start at the beginning of an epoch."""
         self.epoch = epoch
         self.start = 0
-        self._iterators = 0  # that have started in the epoch; more than one if it begins again
+        # Iterators that have started in this epoch. With a second one, the loader has begun
+        # again beside a longer one.
+        self._iterators = 0
 
     def iterate(self) -> Iterator[Any]:
-        """Start the next iterator of the epoch.
-
-        A loader that is combined with a longer one begins again.
-        """
+        """Start the next iterator of the epoch: at ``start``, then at the beginning."""
+        self._iterators += 1
         return iter(self.loader)
 
-    def left(self, at: int) -> float:
+    def left(self, place: int) -> float:
         """Return how many batches this rank reads from a place to an iterator's end."""
-        return length_or_inf(self.loader) - at
+        return length_or_inf(self.loader) - place
 
     def state_after(self, batches: int) -> dict[str, Any]:
-        """Return where this rank is after some batches of this run.
+        """Return where this rank is after some batches of the epoch in this run.
 
-        The place is "at"; ``None`` if it is unknown. Only this rank can use a "state".
+        The entries are "identity", see :meth:`_identity`; "at", the place, or ``None`` if
+        it is unknown; and "state", the loader's, which only this rank can use.
         """
         return {"identity": self._identity(), "at": None, "state": None}
 
     def continue_epoch(self, epoch: int, saved: Mapping[str, Any], checksum: int) -> str | None:
-        """Make the next iterators continue where another run was.
+        """Make the next iterator continue where another run was.
 
-        Return why that is impossible, if it is, with the remedy.
+        Return the problem if that is impossible.
 
         Args:
             epoch: the epoch.
@@ -119,25 +121,30 @@ class Position:
             checksum: that of this rank's order in that run.
         """
         self.start_epoch(epoch)
-        before = saved["identity"]
-        for name, now in self._identity().items():
-            if now != before.get(name):
-                return (
-                    f"has another {name} than when the checkpoint was saved ({before.get(name)},"
-                    f" now {now}); resume with the same"
-                )
-        if saved["at"] is None:
-            return self.unknown_place
+        problem = _difference(saved["identity"], self._identity())
+        if problem or saved["at"] is None:
+            return problem or self.unknown_place
         self.start = saved["at"]
         return self._restore(saved["state"], checksum)
 
     def _identity(self) -> dict[str, Any]:
-        """Return what gives a place its meaning, by name."""
+        """Return the properties, by name, with which a place has the same meaning."""
         return {"kind": "unknown"}
 
     def _restore(self, state: Any, checksum: int) -> str | None:
-        """Return why no iterator can begin at ``start``, if so, with the remedy."""
+        """Prepare the next iterator to begin at ``start``; return the problem, if any."""
         raise NotImplementedError
+
+
+def _difference(before: Mapping[str, Any], identity: Mapping[str, Any]) -> str | None:
+    """Return the problem if an identity differs from that in a checkpoint."""
+    for name, now in identity.items():
+        if now != before.get(name):
+            return (
+                f"has another {name} than when the checkpoint was saved ({before.get(name)},"
+                f" now {now}); resume with the same"
+            )
+    return None
 
 
 def position_of(loader: Any, read_ahead: int, world_size: int) -> Position:
@@ -154,6 +161,7 @@ def position_of(loader: Any, read_ahead: int, world_size: int) -> Position:
     batches = index_sampler if type(index_sampler) is BatchSampler else None
     sampler = global_order_of(loader)
     if sampler is None or (batches is None and index_sampler is not sampler):
+        # The order is that of a user's sampler, or of a user's batch sampler over ours.
         batches = None
         sampler = RankOrderSampler(index_sampler)
         read_instead(loader, sampler)
@@ -215,8 +223,7 @@ class SamplerPosition(Position):
     def iterate(self) -> Iterator[Any]:
         self._draw_order()
         self.sampler.position = 0 if self._iterators else self.start
-        self._iterators += 1
-        return iter(self.loader)
+        return super().iterate()
 
     def _draw_order(self) -> None:
         """Draw the order that the next iterator reads, unless that is done."""
@@ -225,8 +232,8 @@ class SamplerPosition(Position):
             self.sampler.drawn_order = self.sampler.compute_order()
 
     @override
-    def left(self, at: int) -> float:
-        items = len(self.sampler.shard(at))
+    def left(self, place: int) -> float:
+        items = len(self.sampler.shard(place))
         drops_rest = getattr(self._batches, "drop_last", False)
         return items // self._batch_size if drops_rest else -(-items // self._batch_size)
 
@@ -247,6 +254,11 @@ class StatePosition(Position):
 
     The loader's state is that after the latest batch that was read. Batches may be read
     that are not done at a checkpoint, so the states before them are kept.
+
+    Args:
+        loader: the loader.
+        read_ahead: the number of batches that may be read, but not be done.
+        world_size: the number of ranks.
     """
 
     unknown_place = _UNKNOWN_PLACE
@@ -258,7 +270,7 @@ class StatePosition(Position):
     @override
     def start_epoch(self, epoch: int) -> None:
         super().start_epoch(epoch)
-        self._states: dict[int, Any] = {}  # by place
+        self._states: dict[int, Any] = {}  # of the loader, by place
 
     @override
     def _identity(self) -> dict[str, Any]:
@@ -271,11 +283,10 @@ class StatePosition(Position):
 
     @override
     def iterate(self) -> Iterator[Any]:
-        self._iterators += 1
-        is_restored = self._iterators == 1 and self.start > 0
+        is_restored = self._iterators == 0 and self.start > 0
         if is_restored:
             self.loader.load_state_dict(self._states[self.start])
-        return self._count(iter(self.loader), is_restored)
+        return self._count(super().iterate(), is_restored)
 
     def _count(self, batches: Iterator[Any], is_restored: bool) -> Iterator[Any]:
         """Keep the state after each batch, since it may be read before it is done."""

@@ -1,7 +1,8 @@
 """Read, copy and show a loader of any class.
 
-A copy of a loader can read other indices, and still shows the user's own sampler: an
-object is shown through a proxy of its class with another iterator.
+An object is shown through a proxy, which has its class and attributes, but another
+iterator. A loader is shown while ours is iterated over; the user's own sampler is shown
+while a copy of the loader reads other indices.
 """
 
 from __future__ import annotations
@@ -140,12 +141,12 @@ def show(original: Any, iterable: Any) -> Any:
     """
     original = _without_proxy(original)
     proxy: Any = object.__new__(_proxy_class(type(original)))  # type: ignore[arg-type]
-    set_attribute = object.__setattr__  # users' classes may refuse, as a DataLoader does
-    set_attribute(proxy, "_ddpx_original", original)
-    set_attribute(proxy, "_ddpx_iterable", iterable)
     # An original without ``__dict__`` is put into one, where `epochs.all_below` finds it.
     attributes = getattr(original, "__dict__", {"_ddpx_original": original})
-    set_attribute(proxy, "__dict__", attributes)
+    # Users' classes may refuse to set attributes, as a DataLoader does.
+    object.__setattr__(proxy, "_ddpx_original", original)
+    object.__setattr__(proxy, "_ddpx_iterable", iterable)
+    object.__setattr__(proxy, "__dict__", attributes)
     return proxy
 
 

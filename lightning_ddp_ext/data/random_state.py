@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-# The global generators of `torch`, `numpy.random` and `random`.
+# The global generators of `torch`, `numpy.random` and `random`. The last two have no
+# public names, but functions of these modules are bound to them.
 GLOBAL_GENERATORS: tuple[Any, ...] = (
     torch.default_generator,
     np.random.get_state.__self__,  # type: ignore[attr-defined]
@@ -67,10 +68,10 @@ def restore_random_state(recorded: Sequence[Any], generators: Sequence[Any] = ()
 
 
 def keys_of(generators: Iterable[Any]) -> list[int]:
-    """Return numbers that tell how generators were seeded.
+    """Return a number for each generator, which tells how it was seeded.
 
-    Of a generator of torch, it is its seed, whatever was drawn since then: torch draws
-    seeds of workers from a loader's generator.
+    For a generator of torch it is the seed, regardless of later draws, because torch
+    draws the seeds of workers from a loader's generator.
     """
     return [
         each.initial_seed()
@@ -161,6 +162,7 @@ def seeded(seed: int, *owners: object, keys: Sequence[int] = ()) -> Iterator[Non
     """
     others = generators_of(*owners)
     states = record_random_state(others)
+    # Generators without a key differ only in their number.
     pairs = zip_longest((*GLOBAL_GENERATORS, *others), keys, fillvalue=0)
     for number, (generator, key) in enumerate(pairs):
         _seed(generator, mix(seed, number, key))

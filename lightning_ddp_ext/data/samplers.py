@@ -1,7 +1,16 @@
-"""Distributed samplers for shuffling, for torch's order, for evaluation and for any order.
+"""Split the order of an epoch's samples among the ranks, from any position in it.
 
-They share out one global order of an epoch among the ranks, from any position. It is
-the same for any number of ranks.
+The order is the same for any number of ranks:
+
+=================================  =====================================================
+Sampler                            Order
+=================================  =====================================================
+``ScalableDistributedSampler``     random, computed on the fly
+``ExactDistributedSampler``        the dataset's, for evaluation
+``TorchOrderSampler``              that of torch's ``DistributedSampler``
+``DistributedBatchSamplerWrapper`` that of any sampler or batch sampler
+``RankOrderSampler``               that of any sampler, which this rank reads alone
+=================================  =====================================================
 """
 
 from __future__ import annotations
@@ -43,8 +52,8 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     """Base class of our samplers, which split one global order among the ranks.
 
     A subclass sets ``length`` and defines ``compute_order``, which sets ``fingerprint`` if
-    orders are drawn. The class is a ``DistributedSampler`` because
-    Lightning wraps any other sampler in its own.
+    it draws an order. The class is a ``DistributedSampler`` because Lightning wraps any
+    other sampler in its own.
 
     Args:
         dataset: the dataset or the sampler whose items are split.
@@ -75,7 +84,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         uneven: Uneven,
     ) -> None:
         self.dataset: Any = dataset
-        self._given_ranks = num_replicas, rank
+        self._given_ranks = num_replicas, rank  # ``None``: the process group's, see `shard`
         if num_replicas is not None and rank is not None:
             _check_ranks(num_replicas, rank)
         self.shuffle = bool(shuffle)
@@ -187,8 +196,12 @@ class GlobalOrderSampler(DistributedSampler[Any]):
                 ``position`` not one from 0 to ``length``.
         """
         epoch = integer(epoch, "epoch", remedy=_EPOCH_REMEDY)
-        remedy = "a position is only valid for the length that it was saved with"
-        self.position = integer(position, "position", at_most=self.length, remedy=remedy)
+        self.position = integer(
+            position,
+            "position",
+            at_most=self.length,
+            remedy="a position is only valid for the length that it was saved with",
+        )
         self.epoch = epoch
         self.drawn_order = None
         self._set_wrapped_epoch()
@@ -440,7 +453,7 @@ def in_order(positions: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def checksum_of(indices: list[Any]) -> int:
-    """Return the checksum of what a sampler yielded."""
+    """Return the checksum of the items that a sampler has yielded."""
     try:
         content = marshal.dumps(indices, _STABLE_FORMAT)
     except ValueError:  # such as tensors, whose `repr` is slow

@@ -18,9 +18,9 @@ from .start.devices import RankDevicesStrategy
 
 
 class GradientAveraging:
-    """Makes DDP average also gradients that it would leave out, and names unused parameters.
+    """Makes DDP also average gradients that it would leave out, and names unused parameters.
 
-    :meth:`on_ddp_formed` is called first, when DDP has wrapped the module.
+    :meth:`on_ddp_formed` is called whenever DDP has wrapped the module.
 
     Args:
         strategy: our strategy.
@@ -32,12 +32,14 @@ class GradientAveraging:
 
     def __init__(self, strategy: RankDevicesStrategy) -> None:
         self._strategy = strategy
-        self._averaged: dict[str, Parameter] = {}  # in DDP's order, as its error numbers them
-        self._is_accumulating = False  # since the last backward pass
+        # The parameters of which DDP averages the gradients, in its order, by name.
+        self._averaged: dict[str, Parameter] = {}
+        # Whether the last backward pass of this DDP left its gradients to a later one.
+        self._is_accumulating = False
         self.frozen: dict[str, Parameter] = {}
 
     def on_ddp_formed(self) -> None:
-        """Record which parameters DDP averages."""
+        """Record which parameters a new DDP averages."""
         ddp: Any = self._strategy.model
         module = self._strategy.lightning_module
         if module is None:  # a user forms DDP without a Trainer
@@ -70,13 +72,20 @@ class GradientAveraging:
             raise _refusal(unfrozen, "the first batch whose gradients are accumulated")
         remedy = "unfreeze the same parameters on every rank, before the same step"
         enter_call(f"a step that trains the unfrozen {listed(unfrozen)}", remedy=remedy)
-        # DDP keeps parameters that are frozen only for a while, as those of a GAN.
+        self._build_ddp_again()
+
+    def _build_ddp_again(self) -> None:
+        """Build DDP with the unfrozen parameters and all those that it averages already.
+
+        Some of these may be frozen only for a while, as in a GAN. DDP would leave out a
+        parameter that is frozen when it is built.
+        """
         frozen_now = [each for each in self._averaged.values() if not each.requires_grad]
         self._wait_for_gpu()
         unwrap_ddp(self._strategy)
         for parameter in frozen_now:
             parameter.requires_grad_(True)
-        self._strategy.configure_ddp()
+        self._strategy.configure_ddp()  # calls `on_ddp_formed`
         for parameter in frozen_now:
             parameter.requires_grad_(False)
         self._wait_for_gpu()
@@ -106,15 +115,12 @@ class GradientAveraging:
 
         Other errors are unchanged, and numbers without a known name are left out.
         """
-        # HACK: only the text of torch's error lists these parameters, by their numbers;
-        # see Reducer::ensure_prior_reduction_finished in torch's reducer.cpp. An error
-        # with another text stays as it is.
-        unused = re.search(r"which did not receive grad for rank (\d+): ([\d ]+)", message)
-        if unused is None or "find_unused_parameters" not in message:
+        unused = _unused_in(message)
+        if unused is None:
             return
-        rank, numbers = unused.groups()
-        averaged = [*self._averaged]
-        names = [averaged[int(each)] for each in numbers.split() if int(each) < len(averaged)]
+        rank, numbers = unused
+        averaged = list(self._averaged)
+        names = [averaged[number] for number in numbers if number < len(averaged)]
         sentence = (
             f"a backward pass on rank {rank} did not reach these parameters:"
             f" {listed(names)}; DDP waits for their gradients in each backward"
@@ -125,7 +131,22 @@ class GradientAveraging:
         error.args = (f"{sentence}\n{message}",)
 
 
+def _unused_in(message: str) -> tuple[str, list[int]] | None:
+    """Return the rank and the parameters that DDP's error about unused parameters names.
+
+    Parameters are numbers in DDP's order. Return ``None`` for another message.
+    """
+    # HACK: only the text of torch's error lists these parameters; see
+    # Reducer::ensure_prior_reduction_finished in torch's reducer.cpp.
+    unused = re.search(r"which did not receive grad for rank (\d+): ([\d ]+)", message)
+    if unused is None or "find_unused_parameters" not in message:
+        return None
+    rank, numbers = unused.groups()
+    return rank, [int(number) for number in numbers.split()]
+
+
 def _refusal(unfrozen: list[str], too_late: str) -> DivergenceError:
+    """Return the error for parameters that were unfrozen at a point that is too late."""
     return DivergenceError(
         f"{listed(unfrozen)} must be unfrozen before {too_late}, because DDP would not average"
         " all of their gradients; unfreeze parameters in on_train_batch_start or"

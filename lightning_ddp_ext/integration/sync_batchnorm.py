@@ -30,7 +30,8 @@ class RanksLayerSync(pl.plugins.LayerSync):
 
     def __init__(self, choice: LayerChoice | None = None) -> None:
         self._choice = choice or LayerChoice()
-        self._synchronised_before: set[Module] | None = None  # ``None`` unless applied
+        # The layers that were synchronised already, from `apply` to `revert`; else ``None``.
+        self._synchronised_before: set[Module] | None = None
 
     @override
     def apply(self, model: Module) -> Module:
@@ -40,7 +41,7 @@ class RanksLayerSync(pl.plugins.LayerSync):
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return model
-        self.revert(model)  # an exception may have prevented it
+        self.revert(model)  # an exception may have ended an earlier run before it
         self._synchronised_before = {
             layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)
         }
@@ -113,7 +114,8 @@ class SyncBatchNormConversion(pl.Callback):
     ) -> None:
         self._layers.revert(pl_module)
 
-    # The later hooks are for runs with nothing to train or ended early by the Tuner.
+    # The later hooks are for runs that do not call `on_train_end`: those without anything
+    # to train, those that the Tuner ends, and those that fail.
     on_train_end = on_fit_end = teardown = on_exception = _revert
 
 

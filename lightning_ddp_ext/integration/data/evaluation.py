@@ -1,18 +1,18 @@
 """Evaluate with batches of the same sizes on all ranks, and count each sample once.
 
-1. ``prepare`` makes a loader read even batches. Some ranks repeat a sample in the last
-   one.
-2. When an iterator yields a batch, the ranks that repeat a sample in it are recorded.
-3. ``step`` makes these ranks idle in the step of that batch: it does not count there.
+1. :meth:`Evaluation.prepare` makes a loader read :class:`EvenBatches`. If the samples do
+   not divide evenly, some ranks repeat a sample in the last batch.
+2. When an iterator from :meth:`Evaluation.start` yields a batch, the ranks that repeat a
+   sample in it are recorded.
+3. :meth:`Evaluation.step` makes these ranks **idle** in the step of that batch: the batch
+   does not count there.
 
 An idle rank runs the same step as the other ranks, which wait for it in collectives.
-Afterwards, the states of metrics and logged values are those before the step, in the
-types and shapes that the step gave them, because the ranks reduce them together.
+Afterwards its logged values and metrics are restored.
 """
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,13 +20,10 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader
-from torchmetrics import Metric
-from torchmetrics.utilities.data import dim_zero_cat
+from torch.utils.data import BatchSampler
 
+from lightning_ddp_ext.data.division import can_count_once
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.position import global_order_of
 from lightning_ddp_ext.data.proxy import (
@@ -35,14 +32,14 @@ from lightning_ddp_ext.data.proxy import (
     iterable_of,
     own_copy,
     read_instead,
-    yields_in_order,
 )
 from lightning_ddp_ext.data.samplers import GlobalOrderSampler
 
-from ..private.compat import active_loop_of, mode_of, results_of, takes_iterator
+from ..private.compat import active_loop_of, mode_of, takes_iterator
 from ..private.lightning_tree import RunningStage
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import ranks_of
+from .metric_states import restoring_metrics
 
 
 class Evaluation:
@@ -72,20 +69,19 @@ class Evaluation:
 
     def end(self) -> None:
         """End the evaluation, after which no rank is idle."""
-        # Lightning may read a batch before the step of an earlier one.
+        # For each batch that was read, until its step: Lightning may read ahead.
         self._idle_ranks_of_steps: deque[tuple[int, ...]] = deque()
         self.idle_ranks: tuple[int, ...] = ()
         self.is_idle = False
 
     def prepare(self, loader: DistributedLoader, stage: RunningStage) -> None:
-        """Make a loader read even batches, if all ranks have the same samples.
+        """Make a loader read even batches, if all ranks can and have equally many samples.
 
-        Collective.
+        With different numbers, each rank has its own data. Collective.
         """
-        if not self.is_exact or self._strategy.world_size == 1 or not dist.is_initialized():
-            return
+        is_alone = self._strategy.world_size == 1 or not dist.is_initialized()
         # A step that takes an iterator may fetch several batches, of which some count.
-        if takes_iterator(self._strategy.lightning_module, stage):
+        if not self.is_exact or is_alone or takes_iterator(self._strategy.lightning_module, stage):
             return
         even = self._even_batches(loader)
         own_samples = None if even is None else even.sampler.length
@@ -99,58 +95,47 @@ class Evaluation:
         sampler = global_order_of(loader.loader)
         if sampler is None or not can_count_once(loader.loader):
             return None
-        is_to_count_once = loader.is_dealt or sampler.uneven == "exact"
+        should_count_once = loader.is_divided or sampler.uneven == "exact"
         # Idle ranks are the sampler's, and a user may have given it others than ours.
-        own_ranks = (self._strategy.world_size, self._strategy.global_rank)
-        if not is_to_count_once or (sampler.num_replicas, sampler.rank) != own_ranks:
+        strategy_ranks = (self._strategy.world_size, self._strategy.global_rank)
+        if not should_count_once or (sampler.num_replicas, sampler.rank) != strategy_ranks:
             return None
-        loop = active_loop_of(self._strategy.current_trainer)
         index_sampler: Any = index_sampler_of(loader.loader)
-        return EvenBatches(index_sampler, sampler, loop)
+        return EvenBatches(index_sampler, sampler, active_loop_of(self._strategy.current_trainer))
 
     def start(self, loader: DistributedLoader) -> Iterator[Any]:
         """Start an iterator now, while the caller has set the seed of its workers."""
         even = iterable_of(index_sampler_of(loader.loader))
         idle_ranks = even.repeating_ranks() if isinstance(even, EvenBatches) else ()
-        last = len(loader.loader) - 1 if idle_ranks else -1
+        last = len(loader.loader) - 1 if idle_ranks else -1  # others may have no length
         return self._recorded(iter(loader.loader), last, idle_ranks)
 
     def _recorded(
         self, batches: Iterator[Any], last: int, idle_ranks: tuple[int, ...]
     ) -> Iterator[Any]:
-        """Yield batches, and record which ranks are idle in the step of each one."""
+        """Yield batches, and record for each which ranks are idle in its step.
+
+        Args:
+            batches: the batches of this rank.
+            last: the number of the batch in which ``idle_ranks`` are idle, from 0.
+            idle_ranks: may be empty.
+        """
         for number, batch in enumerate(each_of(batches)):
             self._idle_ranks_of_steps.append(idle_ranks if number == last else ())
             yield batch
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run a step; on an idle rank, restore logged values and metrics afterwards."""
+        """Run a step in the block; on an idle rank, restore logged values and metrics after it."""
         steps = self._idle_ranks_of_steps
         self.idle_ranks = steps.popleft() if steps else ()
         self.is_idle = self._strategy.global_rank in self.idle_ranks
         trainer = self._strategy.current_trainer
         try:
-            with _restoring_metrics(trainer) if self.is_idle else nullcontext():
+            with restoring_metrics(trainer) if self.is_idle else nullcontext():
                 yield
         finally:
             self.idle_ranks = ()
-
-
-def can_count_once(loader: DataLoader[Any]) -> bool:
-    """Whether the last samples of a loader can be read in a separate batch.
-
-    With ``drop_last=True`` the user wants whole batches only. A batch sampler of the
-    user's may yield other batches. A class with another ``__iter__`` may not yield one
-    batch for each of its batch sampler, and with ``in_order=False`` their order is
-    unknown.
-    """
-    index_sampler = index_sampler_of(loader)
-    if isinstance(index_sampler, BatchSampler):
-        is_users = loader.batch_size is None and type(index_sampler) is not BatchSampler
-        if is_users or index_sampler.drop_last:
-            return False
-    return yields_in_order(loader)
 
 
 class EvenBatches:
@@ -188,7 +173,10 @@ class EvenBatches:
         self._batch_size: int | None = getattr(index_sampler, "batch_size", None)
 
     def repeating_ranks(self) -> tuple[int, ...]:
-        """Return the ranks that repeat a sample in the last batch now."""
+        """Return the ranks that repeat a sample in the last batch.
+
+        There are none while the loop's steps have batches of several loaders.
+        """
         world_size = self.sampler.num_replicas
         left_over = self.sampler.length % world_size
         is_separate = left_over > 0 and mode_of(self._loop) == "sequential"
@@ -213,70 +201,3 @@ class EvenBatches:
             return len(self._index_sampler)
         whole = self.sampler.length // self.sampler.num_replicas
         return ceil(whole / (self._batch_size or 1)) + 1
-
-
-# States of metrics.
-
-
-@contextmanager
-def _restoring_metrics(trainer: Any) -> Iterator[None]:
-    """Restore logged values and the module's metrics, at any depth, after the block."""
-    # By id, since the hash of a metric changes with its states.
-    earlier = {id(metric): _copied_states(metric) for metric in _metrics_to_restore(trainer)}
-    yield  # after an exception, the run ends and nothing is restored
-    for metric in _metrics_to_restore(trainer):
-        states = earlier.get(id(metric)) or copy.deepcopy(metric._defaults)
-        attributes = vars(metric)
-        for name in states.keys() & attributes.keys():  # a wrapper's are those of its metric
-            attributes[name] = _with_form_of(attributes[name], states[name])
-
-
-def _copied_states(metric: Metric) -> dict[str, Any]:
-    """Return copies of a metric's states, by name.
-
-    Tensors in lists are not copied, since they are batches, which do not change.
-    """
-    return {
-        name: state.detach().clone() if isinstance(state, Tensor) else copy.copy(state)
-        for name, state in vars(metric).items()
-        if name in metric._defaults or name == "_update_count"
-    }
-
-
-def _metrics_to_restore(trainer: Any) -> list[Metric]:
-    """Return the metrics and logged values that an idle step must not change.
-
-    Left out are values that are not reduced across ranks, and metrics with a list that
-    torchmetrics gathers item by item, because it must have the same number of items on
-    all ranks.
-    """
-    logged = results_of(trainer).values()
-    reduced = [
-        result
-        for result in logged
-        if result.is_tensor and result.meta.sync.should and not result.meta.sync.rank_zero_only
-    ]
-    roots = [trainer.lightning_module, *(result.value for result in logged if not result.is_tensor)]
-    metrics = [metric for root in roots for metric in root.modules() if isinstance(metric, Metric)]
-    return [metric for metric in (*reduced, *metrics) if not _gathers_items(metric)]
-
-
-def _gathers_items(metric: Metric) -> bool:
-    """Whether torchmetrics gathers a list of this metric item by item.
-
-    It joins the items of other lists first.
-    """
-    return any(
-        isinstance(metric._defaults[name], list) and reduction is not dim_zero_cat
-        for name, reduction in metric._reductions.items()
-    )
-
-
-def _with_form_of(state: Any, earlier: Any) -> Any:
-    """Return an earlier state with the type, dtype and shape that the step has given it."""
-    if isinstance(earlier, Tensor) and isinstance(state, Tensor):
-        is_default = earlier.ndim < state.ndim
-        return torch.empty_like(state).copy_(earlier) if is_default else earlier.to(state)
-    if isinstance(earlier, list) and not earlier and state:
-        return [torch.atleast_1d(state[0])[:0]]
-    return earlier

@@ -16,39 +16,23 @@ How the samples of a loader are divided among the ranks:
 Loader                                            What the ranks read
 ================================================  =====================================
 it has one of our samplers                        the loader as it is
-the Trainer would put its own sampler into it,    a copy with a sampler of ours
-there is one of ours for it, and its class
-iterates as torch's
-any other                                         what the Trainer makes of it
+the Trainer would put its own sampler into it,    a copy with a sampler of ours, see
+and its class iterates as torch's                 ``data.division``
+any other, and if that has no sampler for it      the loader that the Trainer makes
 ================================================  =====================================
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, get_args
 
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-)
-
 from lightning_ddp_ext.arguments import check_choice
-from lightning_ddp_ext.data.epochs import samplers_below
+from lightning_ddp_ext.data.division import divide
 from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, source_of
-from lightning_ddp_ext.data.permutation import Uneven
 from lightning_ddp_ext.data.position import Position, global_order_of, position_of
-from lightning_ddp_ext.data.proxy import is_of_torch, length_or_inf, own_copy
-from lightning_ddp_ext.data.samplers import (
-    DistributedBatchSamplerWrapper,
-    GlobalOrderSampler,
-    TorchOrderSampler,
-)
+from lightning_ddp_ext.data.proxy import is_of_torch, own_copy
 
 from ..checkpoints.collective import Checkpoints
 from ..private.compat import (
@@ -61,7 +45,7 @@ from ..private.lightning_tree import RunningStage
 from ..private.replaced_methods import Prepare, ReplacedMethods
 from ..start.devices import RankDevicesStrategy
 from ..stopping.stops import StopController
-from .evaluation import Evaluation, can_count_once
+from .evaluation import Evaluation
 from .resume import Resume, ResumeData
 from .training_loaders import AHEAD, UnevenInputs, UnevenMode, training_loaders_of
 
@@ -104,7 +88,8 @@ class TrainerLoaders:
         self.resume = Resume(strategy, checkpoints, stops, replaced, resume_data)
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.worker_seed: int | None = None
-        self._combined_iterator: Any = None  # of the epoch that was entered last
+        # Lightning's iterator over all training loaders, of the epoch that was started last.
+        self._combined_iterator: Any = None
 
     def attach(self, trainer: Any) -> None:
         """Reset the state, and make a Trainer call :meth:`prepare`.
@@ -129,28 +114,46 @@ class TrainerLoaders:
         source = source_of(dataloader)  # another Trainer or stage may have prepared it already
         if stage == RunningStage.PREDICTING:
             return as_lightning(source, shuffle, stage)
-        seed = self.resume.orders.agree()
-        divided = divide(
-            self._strategy,
-            source,
-            stage,
-            shuffle=shuffle,
-            counts_once=self.evaluation.is_exact,
-            seed=seed,
-        )
+        divided = self._divide(source, shuffle, stage)
         if divided is None:
             divided = as_lightning(source, shuffle, stage)
-        loader = DistributedLoader(divided, self.start, is_dealt=divided is not source)
-        if stage != RunningStage.TRAINING:
+        loader = DistributedLoader(divided, self.start, is_divided=divided is not source)
+        if stage == RunningStage.TRAINING:
+            self._prepare_training(loader)
+        else:
             self.evaluation.prepare(loader, stage)
             loader.on_iterator = self._before_validation
-            return loader.shown()
+        return loader.shown()
+
+    def _divide(self, source: Any, shuffle: bool, stage: RunningStage) -> Any:
+        """Return the loader that this rank reads; ``None`` for the one that the Trainer makes.
+
+        Collective the first time.
+        """
+        seed = self.resume.orders.agree_on_seed()
+        if global_order_of(source) is not None:
+            return source
+        trainer = self._strategy.current_trainer
+        # Another class may keep its sampler, or an iterator over it, elsewhere.
+        if not is_of_torch(source, "__iter__", "__len__") or not needs_sampler(trainer, source):
+            return None
+        is_evaluation = stage != RunningStage.TRAINING
+        if is_evaluation and not self.evaluation.is_exact:
+            return None  # Lightning warns that its sampler repeats samples
+        return divide(
+            source,
+            {**self._strategy.distributed_sampler_kwargs, "seed": seed},
+            shuffle=shuffle and not trainer.overfit_batches,
+            counts_once=is_evaluation,
+        )
+
+    def _prepare_training(self, loader: DistributedLoader) -> None:
+        """Let the ranks agree on a training loader's length, and find positions in it."""
         self._combined_iterator = None  # refers to loaders that are not needed any longer
         self.uneven.agree_on_length(loader)
         accumulated = self._strategy.current_trainer.accumulate_grad_batches
         read_ahead = accumulated + 1 + AHEAD  # batches that are not done at a checkpoint
         loader.position = position_of(loader.loader, read_ahead, self._strategy.world_size)
-        return loader.shown()
 
     def _before_validation(self) -> None:
         """Record the weights and the random state before any validation hook runs.
@@ -174,31 +177,31 @@ class TrainerLoaders:
         trainer = self._strategy.current_trainer
         position = loader.position
         loop = active_loop_of(trainer) if position is None else trainer.fit_loop
-        is_read_by_loop = any(iterator is other for other in iterators_of(loop))
-        if is_read_by_loop:
-            # Without a length, Lightning reads a resumed epoch's first batch before it
-            # sets the epoch of samplers.
-            is_set_by_lightning = self.resume.restart is None or self.resume.is_training
-            loader.set_epoch(self.resume.epoch, is_set_by_lightning=is_set_by_lightning)
-        if position is not None and is_read_by_loop:
+        if not any(iterator is other for other in iterators_of(loop)):  # user code reads it
+            with self._workers_of(loader):
+                return iter(own_copy(loader.loader))
+        # Without a length, Lightning reads a resumed epoch's first batch before it sets the
+        # epoch of samplers.
+        is_set_by_lightning = not self.resume.awaits_train_start
+        loader.set_epoch(self.resume.epoch, is_set_by_lightning=is_set_by_lightning)
+        if position is not None:
             return self._start_training(loader, position, iterator)
         with self._workers_of(loader):
-            if is_read_by_loop:
-                return self.evaluation.start(loader)
-            return iter(own_copy(loader.loader))
+            return self.evaluation.start(loader)
 
     def _workers_of(self, loader: DistributedLoader) -> AbstractContextManager[None]:
         """Give the epoch and seeds to the workers of an iterator created in the block."""
-        rank = self._strategy.global_rank
-        return loader.workers_of(self.resume.epoch, rank=rank, seed=self.worker_seed)
+        return loader.workers_of(
+            self.resume.epoch, rank=self._strategy.global_rank, seed=self.worker_seed
+        )
 
     def _start_training(
         self, loader: DistributedLoader, position: Position, iterator: LazyIterator
     ) -> Iterator[Any]:
-        """Start an iterator of the fit loop, with all others if an epoch begins.
+        """Start an iterator of the fit loop; the first one of an epoch starts all others.
 
-        If a loader that is shorter than the epoch begins again, its ended iterator has
-        already called ``before_batch`` for this batch.
+        A loader that is shorter than the epoch begins again with another iterator. Then
+        the ended one has already called ``before_next`` for this batch.
         """
         fit_loop = self._strategy.current_trainer.fit_loop
         if combined_iterator_of(fit_loop) is self._combined_iterator:
@@ -210,108 +213,17 @@ class TrainerLoaders:
             if other is not iterator:
                 other.start()
         self.resume.after_iterators()
-        if iterator.before_next is not None:
-            iterator.before_next()
+        iterator.before_next()
         return batches
 
     def _start_at(
         self, position: Position, loader: DistributedLoader, iterator: LazyIterator
     ) -> Iterator[Any]:
         """Start an iterator over a training loader at its position."""
-        restart = self.resume.restart
-        if restart is not None and restart.is_last:
+        if self.resume.restart.is_last:
             return iter(())
         with self._workers_of(loader):
             batches = self.uneven.give_batches(position.iterate())
         if loader is training_loaders_of(self._strategy.current_trainer)[0]:
             iterator.before_next = self._stops.before_batch
         return batches
-
-
-def divide(
-    strategy: RankDevicesStrategy,
-    loader: Any,
-    stage: RunningStage,
-    *,
-    shuffle: bool,
-    counts_once: bool,
-    seed: int,
-) -> Any:
-    """Return the loader that this rank reads; ``None`` for what the Trainer makes of it.
-
-    Args:
-        strategy: our strategy.
-        loader: the user's loader.
-        stage: training, validation or test.
-        shuffle: whether the Trainer would shuffle.
-        counts_once: whether an evaluation counts each sample once.
-        seed: the seed for the order of samples.
-    """
-    if global_order_of(loader) is not None:
-        return loader
-    trainer = strategy.current_trainer
-    # Another class may keep its sampler, or an iterator over it, elsewhere.
-    if not is_of_torch(loader, "__iter__", "__len__") or not needs_sampler(trainer, loader):
-        return None
-    drawn = _drawn_by(loader)
-    divides_itself = any(isinstance(each, DistributedSampler) for each in samplers_below(drawn))
-    if divides_itself or length_or_inf(drawn) == math.inf:
-        return None
-    is_batches = drawn is loader.batch_sampler
-    # Users' batches may have different sizes, and so would a step on each rank. With
-    # Lightning's sampler, a warning says that evaluated samples are repeated.
-    counts_once = counts_once and not is_batches and can_count_once(loader)
-    if stage != RunningStage.TRAINING and not counts_once:
-        return None
-    options = {**strategy.distributed_sampler_kwargs, "seed": seed}
-    if not is_batches and _yields_each_once(drawn, loader.dataset):
-        shuffles = shuffle and not trainer.overfit_batches
-        return _with_sampler(loader, TorchOrderSampler(loader.dataset, shuffle=shuffles, **options))
-    drops_rest = is_batches and getattr(drawn, "drop_last", False)
-    uneven: Uneven = "drop" if drops_rest else "pad"
-    divided = DistributedBatchSamplerWrapper(drawn, uneven=uneven, **options)
-    return _with_sampler(loader, divided)
-
-
-def _drawn_by(loader: DataLoader[Any]) -> Any:
-    """Return the sampler whose items are divided among the ranks.
-
-    It is the user's batch sampler, except that torch's own only groups the items of the
-    sampler in it.
-    """
-    is_users = loader.batch_size is None and loader.batch_sampler is not None
-    if not is_users:
-        return loader.sampler
-    batch_sampler: Any = loader.batch_sampler
-    return batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler
-
-
-def _yields_each_once(sampler: Any, dataset: object) -> bool:
-    """Whether a sampler yields each sample once.
-
-    This is known of samplers that use torch's random order or the dataset's order.
-    """
-    iter_ = getattr(type(sampler), "__iter__", None)  # a sampler may only have __getitem__
-    has_known_order = iter_ in (RandomSampler.__iter__, SequentialSampler.__iter__)
-    has_all = length_or_inf(sampler) == length_or_inf(dataset)
-    return has_known_order and has_all and not getattr(sampler, "replacement", False)
-
-
-def _with_sampler(loader: DataLoader[Any], sampler: GlobalOrderSampler) -> DataLoader[Any]:
-    """Return a copy of a loader that reads one of our samplers.
-
-    Args:
-        loader: the loader.
-        sampler: yields batches if it divides those of the loader's batch sampler, and
-            otherwise samples.
-    """
-    copied: DataLoader[Any] = own_copy(loader)
-    old: Any = loader.batch_sampler
-    attributes = vars(copied)  # a DataLoader refuses to change them
-    if old is not None and sampler.dataset is old:
-        attributes["batch_sampler"] = sampler
-    else:
-        attributes["sampler"] = sampler
-        if old is not None:
-            attributes["batch_sampler"] = BatchSampler(sampler, old.batch_size, old.drop_last)
-    return copied

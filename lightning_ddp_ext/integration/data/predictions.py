@@ -16,7 +16,7 @@ from lightning_ddp_ext.nested import keystr, tree_map_with_path
 from ..private.compat import combined_loader_of
 from ..strategy_ranks import group_of_small_collectives, ranks_of
 
-_Rows = tuple[list[Any], Any]  # samples, and outputs with one row for each of them
+_Rows = tuple[list[Any], Any]  # the numbers of samples, and outputs with a row for each
 
 _REMEDY = (
     "predict_step must return a tensor or array with one row per sample, a list with one item per"
@@ -62,10 +62,11 @@ def gather_predictions(trainer: Any) -> Any:
     own = ranks.on_every_rank(lambda: _predicted_here(trainer), "gather_predictions")
     by_rank = ranks.to_rank_zero(own)
 
-    def join() -> Any:
-        return by_rank and [_join(of_loader)[1] for of_loader in zip(*by_rank, strict=True)]
+    def join_ranks() -> list[Any] | None:
+        # On rank 0 only; the others have no predictions.
+        return by_rank and [_join_samples(parts)[1] for parts in zip(*by_rank, strict=True)]
 
-    joined = ranks.on_every_rank(join, "gather_predictions")
+    joined = ranks.on_every_rank(join_ranks, "gather_predictions")
     return joined[0] if joined and len(joined) == 1 else joined
 
 
@@ -86,10 +87,11 @@ def _predicted_here(trainer: Any) -> list[_Rows]:
             " trainer.predict on every rank, with return_predictions=True, a strategy that neither"
             " spawns nor forks its ranks, and a DataLoader of a map-style dataset in batches"
         )
-    return [_join(tuple(zip(*loader, strict=False))) for loader in by_loader]
+    # Samples that were only read ahead have no outputs.
+    return [_join_samples(tuple(zip(*loader, strict=False))) for loader in by_loader]
 
 
-def _join(parts: tuple[_Rows, ...]) -> _Rows:
+def _join_samples(parts: tuple[_Rows, ...]) -> _Rows:
     """Return the first row of each sample, in the order of the samples."""
     parts = tuple(part for part in parts if len(part[0]) > 0)
     if not parts:
@@ -98,7 +100,7 @@ def _join(parts: tuple[_Rows, ...]) -> _Rows:
     samples = [int(sample) for batch in batches for sample in batch]
     in_order, rows = np.unique(samples, return_index=True)
 
-    def join(path: Any, *outputs: Any) -> Any:
+    def join_outputs(path: Any, *outputs: Any) -> Any:
         for batch, output in zip(batches, outputs, strict=True):
             if len(output) != len(batch):
                 raise ValueError(
@@ -114,7 +116,7 @@ def _join(parts: tuple[_Rows, ...]) -> _Rows:
 
     try:
         joined = tree_map_with_path(
-            join, *outputs_of_batches, is_leaf=lambda part: isinstance(part, list)
+            join_outputs, *outputs_of_batches, is_leaf=lambda part: isinstance(part, list)
         )
     except Exception as error:
         raise SamplingError(

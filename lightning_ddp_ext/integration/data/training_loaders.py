@@ -1,17 +1,10 @@
-"""Find the training loaders, and agree among the ranks on their orders and lengths.
-
-1. :class:`Orders` determines the order of each loader: by a seed that all ranks share,
-   and by how each rank has seeded its generators.
-2. :class:`UnevenInputs` compares the ranks' numbers of batches and first batches, and
-   ends their epochs together if that is requested.
-"""
+"""Find the training loaders, compare those of all ranks, and end their epochs together."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Generic, Literal, TypeVar
 
@@ -29,13 +22,11 @@ from lightning_ddp_ext.data.proxy import (
     length_or_inf,
     name_of,
 )
-from lightning_ddp_ext.data.random_state import GLOBAL_GENERATORS, keys_of, mix
-from lightning_ddp_ext.data.samplers import RankOrderSampler, TorchOrderSampler
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 
-from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of
+from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of, mode_of
 from ..private.lightning_tree import rank_zero_warn
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import group_of_small_collectives, ranks_of, refuse
@@ -64,69 +55,20 @@ def positions_of(trainer: Any) -> list[Position]:
     return [loader.position for loader in training_loaders_of(trainer) if loader.position]
 
 
-class Orders:
-    """What determines the orders of a strategy's training loaders.
+def batches_of_epoch(trainer: Any) -> tuple[float, float]:
+    """Return how many batches a whole epoch has, and how many are left in the current one.
 
-    Attributes:
-        seed: the seed for the order of samples, once the ranks have agreed on it.
-        by_rank: of each rank, its keys (see ``data.random_state.keys_of``), and for each
-            loader the checksum of its order in the epoch; empty before an epoch.
+    Both are those of the loader that determines when this rank's epoch ends, and ``inf``
+    if it has no length. In a resumed epoch, the batches before its start are not left.
     """
-
-    def __init__(self, strategy: RankDevicesStrategy) -> None:
-        self._strategy = strategy
-        self.forget()
-
-    def forget(self) -> None:
-        """Reset the state for a fit."""
-        self.seed: int | None = None
-        self._keys: list[int] = []
-        self.by_rank: list[tuple[list[int], list[int]]] = []
-
-    def restore(self, section: Mapping[str, Any]) -> None:
-        """Take over what determines the orders of the run that saved a section of ``resume``."""
-        self.seed = section["seed"]
-        self.by_rank = section["orders"]
-        if len(self.by_rank) == self._strategy.world_size:
-            self._keys, _ = self.by_rank[self._strategy.global_rank]
-
-    def agree(self) -> int:
-        """Return the seed for the order of samples. Collective the first time.
-
-        It is the seed of the resumed run, otherwise rank 0's.
-        """
-        self._keys = self._keys or keys_of(GLOBAL_GENERATORS)
-        if self.seed is None:
-            own = int(os.environ.get("PL_GLOBAL_SEED", 0))
-            self.seed = int(ranks_of(self._strategy).from_rank_zero(own))
-        return self.seed
-
-    def assign(self) -> None:
-        """Let each training loader draw a different order. Collective the first time.
-
-        Hooks may have loaded the data before a checkpoint has set the seed. Stock's
-        samplers all have one seed.
-        """
-        seed = self.agree()
-        for number, loader in enumerate(training_loaders_of(self._strategy.current_trainer)):
-            sampler = loader.position.sampler if loader.position else None
-            if isinstance(sampler, RankOrderSampler):
-                sampler.set_order(mix(seed, number), self._keys)
-            elif sampler is not None and loader.is_dealt:
-                is_stocks = isinstance(sampler, TorchOrderSampler)
-                sampler.seed = seed if is_stocks else mix(seed, number)
-
-    def gather(self) -> None:
-        """Gather the ranks' keys and checksums of the epoch that has begun.
-
-        A rank that saves alone then has those of all ranks. Collective.
-        """
-        checksums = [position.checksum for position in positions_of(self._strategy.current_trainer)]
-        self.by_rank = ranks_of(self._strategy).gather((self._keys, checksums))
+    lengths = [length_or_inf(loader.loader) for loader in training_loaders_of(trainer)]
+    whole = min(lengths) if mode_of(trainer.fit_loop) == "min_size" else max(lengths)
+    position = positions_of(trainer)[lengths.index(whole)]
+    return whole, position.left(position.start)
 
 
 class UnevenInputs:
-    """Handles different numbers of training batches on the ranks of a strategy.
+    """Compares the training data of a strategy's ranks, which may have unequally many batches.
 
     With ``"stop_at_shortest"``, each iterator ends after the last batch that every rank
     has. With ``None``, loaders of different lengths raise an error.
@@ -139,7 +81,7 @@ class UnevenInputs:
     def __init__(self, strategy: RankDevicesStrategy, mode: UnevenMode | None) -> None:
         self._strategy = strategy
         self._mode = mode
-        self._has_new_loaders = False
+        self._has_new_loaders = False  # which the ranks have not compared yet
 
     @property
     def _ends_together(self) -> bool:
@@ -147,10 +89,10 @@ class UnevenInputs:
         return self._mode is not None and self._strategy.world_size > 1
 
     def agree_on_length(self, loader: DistributedLoader) -> None:
-        """Note a new training loader, and set its length if the ranks end together.
+        """Give a new training loader the length of the shortest rank, if ranks end together.
 
-        Collective in that case. The length is that of the shortest rank. A loader without
-        a length on all ranks keeps none.
+        Collective in that case. A loader without a length on all ranks keeps none. The
+        first batch of a new loader is compared between the ranks.
 
         Raises:
             ConfigurationError: the ranks have not connected yet.
@@ -182,8 +124,8 @@ class UnevenInputs:
         """Return an iterator that ends on all ranks together, if that is requested."""
         if not self._ends_together:
             return batches
-        group = group_of_small_collectives()  # CPU tensors need not wait for an accelerator
-        return end_together(batches, group, on_last=self._end_epoch)
+        # In this group, CPU tensors need not wait for an accelerator.
+        return end_together(batches, group_of_small_collectives(), on_last=self._end_epoch)
 
     def _end_epoch(self) -> None:
         """Make Lightning treat the next batch of a single loader as the last one.
@@ -195,7 +137,7 @@ class UnevenInputs:
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
 
     def on_train_batch_start(self, batch: Any) -> None:
-        """For new loaders, compare the ranks' numbers of batches and first batches.
+        """For new loaders, compare the ranks' samplers, numbers of batches and first batches.
 
         Collective in that case.
 
@@ -208,29 +150,32 @@ class UnevenInputs:
         trainer = self._strategy.current_trainer
         loaders = [loader.loader for loader in training_loaders_of(trainer)]
         streams = [loader for loader in loaders if index_sampler_of(loader) is None]
-        by_rank = ranks_of(self._strategy).gather(
-            (
-                trainer.num_training_batches,
-                _checksums(batch) if streams else (),
-                _shared_orders(loaders),
-            )
+        own = (
+            trainer.num_training_batches,
+            _shared_orders(loaders),
+            _checksums(batch) if streams else (),
         )
-        lengths, checksums_by_rank, orders = zip(*by_rank, strict=True)
-        common = set.intersection(*orders)
-        if any(own - common for own in orders):
-            differing = [listed(sorted(own - common)) or "none" for own in orders]
-            refuse(
-                self._strategy,
-                SamplingError(
-                    "the ranks cannot share out the samples, because their samplers differ"
-                    f" ({_by_rank(differing)}); create the same dataset and sampler on every rank,"
-                    " or pass Trainer(use_distributed_sampler=False) if each rank has"
-                    " different data"
-                ),
-            )
+        lengths, orders, checksums = zip(*ranks_of(self._strategy).gather(own), strict=True)
+        self._refuse_different_orders(orders)
         if self._mode is None and len(set(lengths)) > 1 and math.inf not in lengths:
             self._refuse_if_a_rank_would_wait(lengths)
-        _warn_of_same_batches(checksums_by_rank, streams)
+        _warn_of_same_batches(checksums, streams)
+
+    def _refuse_different_orders(self, orders: Sequence[set[str]]) -> None:
+        """Raise if our samplers on the ranks do not split the same global orders."""
+        common = set.intersection(*orders)
+        if all(order == common for order in orders):
+            return
+        differing = [listed(sorted(order - common)) or "none" for order in orders]
+        refuse(
+            self._strategy,
+            SamplingError(
+                "the ranks cannot share out the samples, because their samplers differ"
+                f" ({_by_rank(differing)}); create the same dataset and sampler on every rank,"
+                " or pass Trainer(use_distributed_sampler=False) if each rank has"
+                " different data"
+            ),
+        )
 
     def _refuse_if_a_rank_would_wait(self, lengths: Sequence[float]) -> None:
         """Raise unless all ranks stop before the shortest one ends, as with ``max_steps``."""
@@ -262,9 +207,10 @@ def _checksums(batch: Any) -> tuple[int, ...]:
 
 
 def _shared_orders(loaders: Iterable[Any]) -> set[str]:
-    """Return the properties of our samplers, which every rank must have.
+    """Return the properties of our samplers in these loaders, which every rank must have.
 
-    >>> sampler = TorchOrderSampler(range(6), num_replicas=2, rank=0)
+    >>> from lightning_ddp_ext import ExactDistributedSampler
+    >>> sampler = ExactDistributedSampler(range(6), num_replicas=2, rank=0)
     >>> orders = _shared_orders([torch.utils.data.DataLoader(range(6), sampler=sampler), [1, 2]])
     >>> "length 6 of loader 1" in orders
     True
@@ -279,8 +225,9 @@ def _shared_orders(loaders: Iterable[Any]) -> set[str]:
 
 def _by_rank(values: Sequence[Any]) -> str:
     """Return the values in words with their ranks, the rarest value first."""
-    ranks_of_values = grouped(dict(enumerate(values)))
-    return listed(f"{value} on {ranks_in_words(ranks)}" for value, ranks in ranks_of_values)
+    return listed(
+        f"{value} on {ranks_in_words(ranks)}" for value, ranks in grouped(dict(enumerate(values)))
+    )
 
 
 def _warn_of_same_batches(
