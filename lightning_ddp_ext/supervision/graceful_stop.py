@@ -226,8 +226,8 @@ class GracefulStop:
             start_thread("ddpx-stop", self._acknowledge, request)
         self._request = request
         self._limit_stop(request)
-        # Read after the request is set. The main thread sets the position before it reads the
-        # request, so it either pauses at this position or sends a later one.
+        # Read after the request is set, while the main thread sets the position before it
+        # reads the request: if that misses the request, this reads the new position.
         self._peers.tell([0], self._topic, {"position": self._position})
 
     # The deadline, after which this process exits in the middle of whatever it does.
