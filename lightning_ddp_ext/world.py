@@ -247,8 +247,8 @@ def run_of(source: str, environ: Environ) -> str:
 def _world_from(environ: Environ, launcher: Launcher, devices: int | None) -> World:
     """Return a World; compute missing numbers as if ranks filled node after node.
 
-    A missing number of processes on this node is that of the Trainer's devices, or what the
-    ranks on earlier nodes imply, or ``world_size``.
+    A missing number of processes on this node is that of the Trainer's devices, or what
+    the ranks on earlier nodes imply, or ``world_size``.
     """
     rank = _integer(environ, launcher.rank)
     world_size = _integer(environ, launcher.world_size)

@@ -2,8 +2,8 @@
 
 Every rank except rank 0 has one TCP connection to it. A closed connection reveals a
 dead rank, whatever state Python, the store or a collective is in. An asyncio event loop
-on a daemon thread, the **serving thread**, reads and writes. Callbacks on that thread must
-not wait for messages, since the thread itself would have to deliver them.
+on a daemon thread, the **serving thread**, reads and writes. Callbacks on that thread
+must not wait for messages, since the thread itself would have to deliver them.
 
 The life of a connection on rank 0:
 
@@ -11,8 +11,8 @@ The life of a connection on rank 0:
 2. ``adopt`` assigns a rank, and its messages go to the handlers of their topics.
 3. It closes. A rank that leaves in order sends a message before that.
 
-On other ranks, ``connect`` opens the only connection, with rank 0's number. Each line of a
-connection is a message: a JSON list of topic and body.
+On other ranks, ``connect`` opens the only connection, with rank 0's number. Each line
+of a connection is a message: a JSON list of topic and body.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Channel:
         self.arrived = threading.Condition(threading.RLock())
         self.heartbeat = heartbeat
         self.is_closing = False
-        # With the lock of `arrived`: by topic, its handler, or messages that wait for one.
+        # With the lock of `arrived`, by topic: its handler, or messages without one.
         self._handlers: dict[str, Handler] = {}
         self._unclaimed: dict[str, list[Message]] = {}
         # Changed on the serving thread only: open connections, and those with a rank.
@@ -192,8 +192,8 @@ class Channel:
     def close_inherited_sockets(self) -> None:
         """Close a forked child's copies, so that other ranks notice its parent's death.
 
-        The event loop must not close them: it would remove the sockets from the selector,
-        which the parent shares.
+        The event loop must not close them: it would remove the sockets from the
+        selector, which the parent shares.
         """
         self.is_closing = True
         for connection in self._connections:
@@ -357,8 +357,8 @@ class Connection(asyncio.Protocol):
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.close_reason:
-            # A failed write ends reading, but earlier messages may explain it. If one of
-            # them is malformed, this sets the reason.
+            # A failed write ends reading, but earlier messages may explain it. If one
+            # of them is malformed, this sets the reason.
             self._receive_rest()
             is_closed = exc is None or isinstance(exc, ConnectionError)
             silence = f"no sign of life from its host for {self._channel.heartbeat:g} s"

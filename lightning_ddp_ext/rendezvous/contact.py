@@ -36,7 +36,7 @@ class Contact:
         heartbeat: as for :class:`Channel`.
 
     Attributes:
-        channel: the channel to the process, over which the ranks exchange messages later.
+        channel: the channel to the process, which stays open after the handshake.
         replies: the bodies of all replies so far, merged into one.
         peer_host: the numeric host of the process.
         own_host: the numeric host of this rank in the same network.
@@ -69,8 +69,8 @@ class Contact:
     def await_welcome(self, deadline: Deadline, answer: float) -> tuple[RankInfo, ...]:
         """Wait until all ranks are connected, and return them in order.
 
-        Rank 0 may have a longer ``init_timeout``, so tell it if the deadline of this rank
-        passes; it then refuses the start.
+        Rank 0 may have a longer ``init_timeout``, so tell it if the deadline of this
+        rank passes; it then refuses the start.
 
         Args:
             deadline: the end of this rank's ``init_timeout``.

@@ -7,8 +7,8 @@
 ===================  ==============================================================
 
 A rank 0 that is killed leaves its address in the file, which is harmless: rank 0 of
-another run does not know the nonce in it. ``connect_store`` opens a launcher's store, and
-later rank 0's own.
+another run does not know the nonce in it. ``connect_store`` opens a launcher's store,
+and later rank 0's own.
 """
 
 from __future__ import annotations

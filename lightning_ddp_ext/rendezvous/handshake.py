@@ -117,8 +117,8 @@ def _join_run(
 class RankZero:
     """The part of rank 0, which decides whether the ranks start.
 
-    Its channel's thread accepts ranks, and decides after their messages. The main thread
-    waits, and decides after conditions that no message reports.
+    Its channel's thread accepts ranks, and decides after their messages. The main
+    thread waits, and decides after conditions that no message reports.
 
     Args:
         request: the Trainer's request.
@@ -212,7 +212,7 @@ class RankZero:
         )
 
     def _await_late_ranks(self) -> None:
-        """Wait shortly for more hellos, to which the channel's thread sends the refusal.
+        """Wait shortly for late ranks, to which the channel's thread sends the refusal.
 
         Without this wait, 415 of 512 ranks did not receive a refusal.
         """

@@ -71,8 +71,8 @@ class NamedBarriers:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        # Of barriers that are not open yet, by number: on rank 0 the calls of all ranks, and
-        # on other ranks those of rank 0.
+        # Of barriers that are not open yet, by number: on rank 0 the calls of all
+        # ranks, and on other ranks those of rank 0.
         self._waiting: dict[int, list[Call]] = {}
         self.awaited: Call | None = None
         self.made = 0

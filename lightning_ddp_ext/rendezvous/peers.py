@@ -1,6 +1,6 @@
 """Report the death, failure or departure of a rank to all others, and react to it.
 
-1. The channel detects a closed connection, or a rank reports another **event** to rank 0.
+1. The channel detects a closed connection, or a rank reports another **event**.
 2. Rank 0 decides which event was first, and sends it to all ranks.
 3. If the ranks cannot continue after it, it is the **cause** of their errors. Each rank
    aborts pending collectives, which unblocks its main thread with an error.
@@ -95,8 +95,8 @@ class Peers:
         timeouts: the timeouts of the control channel.
         arrived: the channel's condition, which is also notified at each event.
         cause: the first event after which the ranks cannot continue together: a death,
-            a failure (even this rank's own), a hang, or a missed call. Once set, it does
-            not change.
+            a failure (even this rank's own), a hang, or a missed call. Once set, it
+            does not change.
         has_raised: whether the main thread has raised an error because of the cause.
             :meth:`record_raised` sets it; the forced exit, ``sys.excepthook`` and
             :func:`join` for a further Trainer read it.

@@ -46,8 +46,8 @@ class ProcessContext:
         peers: the other ranks, and their failures and departures.
         barriers: the named barriers.
         groups: the process groups.
-        session: what ``supervision.session`` keeps as long as these connections; Any, since
-            this subpackage must not import that one.
+        session: what ``supervision.session`` keeps as long as these connections; Any,
+            since this subpackage must not import that one.
     """
 
     def __init__(self, request: Request, connections: Connections) -> None:
@@ -88,7 +88,7 @@ class ProcessContext:
     def forming(self) -> Iterator[None]:
         """End this rank's wait in the store if another rank exits while the block runs.
 
-        The block counts as a run: if nothing ends its wait, the process is forced to exit.
+        The block counts as a run: if nothing ends its wait, the process has to exit.
         """
         with start_run(), self.groups.forming():
             self.peers.check()
@@ -133,8 +133,8 @@ class ProcessContext:
                 f" this Trainer requests {request.init_method!r}; use the same init_method for"
                 " every Trainer of a script"
             )
-        # The script has handled an error that this rank raised, and the ranks can connect
-        # again unless one of them is dead.
+        # The script has handled an error that this rank raised, and the ranks can
+        # connect again unless one of them is dead.
         cause = self.peers.cause
         is_handled = self.peers.has_raised and cause is not None and cause.kind != "died"
         if not is_handled:
@@ -308,8 +308,8 @@ def at_exit(action: Callable[[], None]) -> None:
 
     It also runs in children of multiprocessing, which skip ``atexit`` handlers.
     """
-    # A Finalize runs only once, even if both of them call it, and only in the process that
-    # has made it, not in forked children.
+    # A Finalize runs only once, even if both of them call it, and only in the process
+    # that has made it, not in forked children.
     atexit.register(multiprocessing.util.Finalize(None, action, exitpriority=100))
 
 

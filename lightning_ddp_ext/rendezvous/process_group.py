@@ -1,7 +1,7 @@
 """Form, abort and close the process groups of this process.
 
-The main thread forms and closes them. Any thread may abort them, which is how the channel's
-thread unblocks the main thread after another rank's failure.
+The main thread forms and closes them. Any thread may abort them, which is how the
+channel's thread unblocks the main thread after another rank's failure.
 """
 
 from __future__ import annotations
@@ -69,11 +69,12 @@ class ProcessGroups:
         self._connections = connections
         self._is_forming = False  # while the main thread is in `forming`
         # The default group, and others that are closed. These references must outlive
-        # DDP's: dropping the last reference to a group waits for gloo's threads, which may
-        # wait for the GIL. Python releases the GIL meanwhile, but DDP does not:
-        # https://github.com/pytorch/pytorch/issues/56297. Without them, 2 of 69 failing runs
-        # hung in teardown. `close` drops them, which frees the groups' sockets, unless
-        # `is_broken`: gloo's threads may then still be busy, so only `release` does.
+        # DDP's: dropping the last reference to a group waits for gloo's threads, which
+        # may wait for the GIL. Python releases the GIL meanwhile, but DDP does not:
+        # https://github.com/pytorch/pytorch/issues/56297. Without them, 2 of 69 failing
+        # runs hung in teardown. `close` drops them, which frees the groups' sockets,
+        # unless `is_broken`: gloo's threads may then still be busy, so only `release`
+        # does.
         self._default: dist.ProcessGroup | None = None
         self._closed: list[dist.ProcessGroup] = []
         # Of each open group, in the order of forming; the default group is the first.

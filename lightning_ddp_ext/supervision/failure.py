@@ -36,7 +36,7 @@ from lightning_ddp_ext.supervision.stacks import (
 )
 
 T = TypeVar("T")
-# Saves the last step when an exception ends this rank's run; a second call has no effect.
+# Saves the last step after an exception of this rank; a second call has no effect.
 Save = Callable[[BaseException], object]
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _hook_behind: Hook | None = None  # the hook that ours replaced and calls, once installed
@@ -99,8 +99,8 @@ def explain(exception: BaseException, save: Save = lambda exception: None) -> Ba
 
     Args:
         exception: the exception.
-        save: called with the exception, perhaps twice; if another rank caused it, before
-            this rank's groups are closed.
+        save: called with the exception, perhaps twice; if another rank caused it,
+            before this rank's groups are closed.
 
     Returns:
         The exception, or the error of the rank that caused it.
@@ -113,8 +113,8 @@ def explain(exception: BaseException, save: Save = lambda exception: None) -> Ba
         save(exception)
         context.peers.record_raised()
         return exception
-    # Whether this rank had aborted the collective that raised. Read before `_event_behind`
-    # waits, since an abort may happen in that time.
+    # Whether this rank had aborted the collective that raised. Read before
+    # `_event_behind` waits, since an abort may happen in that time.
     is_aborted = context.peers.cause is not None and any(
         map(_is_in_collective, chain_of(exception))
     )
@@ -238,12 +238,12 @@ def _innermost(exception: BaseException) -> TracebackType | None:
 def install_excepthook(earlier: Hook) -> None:
     """Put our ``sys.excepthook`` in front of the others, or keep it there.
 
-    Called after the ranks have connected. For each group, torch puts a hook in front that
-    delays output: the first time, ours covers it, and later, ``earlier`` replaces it.
+    Called after the ranks have connected. For each group, torch puts a hook in front
+    that delays output. The first time, ours covers it; later, ``earlier`` replaces it.
 
     Args:
-        earlier: the hook before the ranks connected; from the second call on ours, or one
-            that the user has put in front of ours.
+        earlier: the hook before the ranks connected; from the second call on ours, or
+            one that the user has put in front of ours.
     """
     global _hook_behind
     if _hook_behind is None:

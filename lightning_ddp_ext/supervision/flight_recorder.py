@@ -142,8 +142,8 @@ def has_timed_out(groups: Collection[GroupProgress], timeout: timedelta) -> bool
     if not groups:
         return True
     now = time.time()
-    # Torch may count a collective that has timed out as finished. It is then the last one
-    # that this rank entered in any group.
+    # Torch may count a collective that has timed out as finished. It is then the last
+    # one that this rank entered in any group.
     latest = max(groups, key=lambda progress: progress.entered_at)
     awaited = [progress for progress in groups if progress.pending or progress is latest]
     return any(
@@ -202,8 +202,9 @@ def _collectives_in(entries: Sequence[_Entry]) -> dict[int, _Entry]:
         if entry.get("is_p2p"):
             last_send = operation
         elif not (is_send and _function_of(entry) == "coalesced"):
-            # Coalesced collectives share a number; the last one counts. The entry that ends
-            # coalesced sends is left out: it has the number of an earlier collective.
+            # Coalesced collectives share a number; the last one counts. The entry that
+            # ends coalesced sends is left out: it has the number of an earlier
+            # collective.
             collectives[int(entry["collective_seq_id"])] = entry
     return collectives
 

@@ -59,8 +59,8 @@ class StopRequest:
 class GracefulStop:
     """This rank's part in stopping together in one run, the Trainer's call.
 
-    It passes through three states: no stop is requested; the ranks pause, with a request
-    but no target; they have agreed on a target.
+    It passes through three states: no stop is requested; the ranks pause, with a
+    request but no target; they have agreed on a target.
 
     The topic of its messages has the number of the run. Those of ranks that have
     started it earlier are thus kept until this rank does, and later ones are dropped.
@@ -88,12 +88,13 @@ class GracefulStop:
         self._peers = session.context.peers
         self._statuses = session.statuses
         self._seconds = deadline.total_seconds()
-        # The longest wait for another rank, which leaves time for one rank to save alone.
+        # The longest wait for another rank; then there is time for one to save alone.
         self._half = self._seconds / 2
         self._acknowledge = acknowledge
         self._position = 0  # the last stop point of the main thread, which alone sets it
-        # Set on the channel's thread: the first request, until the main thread stops, and
-        # the first stop point that no rank has passed, which `at_step` may postpone.
+        # Set on the channel's thread: the first request, until the main thread stops,
+        # and the first stop point that no rank has passed, which `at_step` may
+        # postpone.
         self._request: StopRequest | None = None
         self._target: int | None = None
         self._positions: dict[int, int] = {}  # on rank 0: of each rank that has paused
@@ -226,8 +227,8 @@ class GracefulStop:
             start_thread("ddpx-stop", self._acknowledge, request)
         self._request = request
         self._limit_stop(request)
-        # Read after the request is set, while the main thread sets the position before it
-        # reads the request: if that misses the request, this reads the new position.
+        # Read after the request is set, while the main thread sets the position before
+        # it reads the request: if that misses the request, this reads the new position.
         self._peers.tell([0], self._topic, {"position": self._position})
 
     # The deadline, after which this process exits in the middle of whatever it does.

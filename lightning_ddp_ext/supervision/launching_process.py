@@ -1,4 +1,4 @@
-"""Stop this rank with the process that started it, and report the exit of that process."""
+"""Stop this rank with the process that started it, or report that process's exit."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ A thread of each rank pushes its ``status``, again and again, while
   vain until the timeout.
 
 Named barriers have no timeout of their own, and NCCL does not raise when a collective
-exceeds its timeout, so this thread asks about both. After a signal it asks earlier, with
-any backend, so that time is left for another rank to save.
+exceeds its timeout, so this thread asks about both. After a signal it asks earlier,
+with any backend, so that time is left for another rank to save.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lightning_ddp_ext.supervision.status import Status
 from lightning_ddp_ext.supervision.status_table import StatusTable, silent_rank
 from lightning_ddp_ext.threads import start_thread
 
-# How often a rank's thread looks while the rank waits, before it first pushes its status.
+# How often a rank's thread looks while the rank waits, before its first status.
 _LOOKS = 16
 # Seconds of processor time between two statuses; a thread that waits takes none.
 _COMPUTING = 0.01
@@ -58,8 +58,8 @@ class _Limit:
 class _Question:
     """A sentence about this rank's wait, for rank 0 to find the rank that it waits for.
 
-    ``call`` is the key of the open call that it is about, with which it becomes obsolete;
-    empty if the call has already ended with an error.
+    ``call`` is the key of the open call that it is about, with which it becomes
+    obsolete; empty if the call has already ended with an error.
     """
 
     text: str
@@ -76,8 +76,8 @@ class StatusPusher:
         self._context = context
         self._peers = context.peers
         self._table = StatusTable(self._peers) if self._peers.rank == 0 else None
-        # Only for this object's thread: the last status that it pushed, and the processor
-        # time of the main thread at that time, in seconds.
+        # Only for this object's thread: the last status that it pushed, and the
+        # processor time of the main thread at that time, in seconds.
         self._pushed = Status(self._peers.mine)
         self._cpu_seconds = 0.0
         # For all threads.
@@ -107,8 +107,8 @@ class StatusPusher:
     def ask_and_wait(self, question: str) -> None:
         """Have rank 0 find and report the rank that this one waits for.
 
-        For the main thread; takes several seconds if a rank is silent. If rank 0 finds no
-        rank, the caller may continue to wait.
+        For the main thread; takes several seconds if a rank is silent. If rank 0 finds
+        no rank, the caller may continue to wait.
 
         Args:
             question: where and how long this rank has waited.
@@ -227,11 +227,12 @@ class StatusPusher:
         is_settled = status.calls == self._pushed.calls and not has_computed
         return replace(status, is_settled=is_settled)
 
-    # Overdue waits. The rank that another one waits for is found and reported, which aborts
-    # the wait. ``waited`` has the seconds for which this rank has waited, by open call.
+    # Overdue waits. The rank that another one waits for is found and reported, which
+    # aborts the wait. ``waited`` has the seconds for which this rank has waited, by
+    # open call.
 
     def _end_overdue_barrier(self, waited: Mapping[str, float]) -> bool:
-        """Ask about a named barrier in which this rank waits too long; return whether it does."""
+        """Ask about a named barrier that takes too long; return whether one does."""
         call = self._context.barriers.awaited
         if call is None or waited.get(str(call.number), 0.0) < self._limit.wait.total_seconds():
             return False
@@ -239,7 +240,7 @@ class StatusPusher:
         return True
 
     def _end_overdue_collective(self, waited: Mapping[str, float]) -> bool:
-        """Ask about a collective in which this rank waits too long; return whether it does.
+        """Ask about a collective that takes too long; return whether one does.
 
         Before a signal, this is only necessary with NCCL, since gloo raises after its
         timeout. With NCCL, a collective with a rank that left also counts, since no

@@ -1,4 +1,4 @@
-"""Keep this rank's part in statuses and stops for as long as the ranks are connected."""
+"""Keep this rank's part in statuses and stops while the ranks are connected."""
 
 from __future__ import annotations
 

@@ -58,8 +58,9 @@ class StopSignals:
         self._on_signal = on_signal
         self._run_has_ended = run_has_ended
         self._is_interrupted = False  # by a first Ctrl-C
-        # While the handlers are installed: the end of the socket to which Python's C handler
-        # writes, the descriptor to which it wrote before, and the handlers before.
+        # While the handlers are installed: the end of the socket to which Python's C
+        # handler writes, the descriptor to which it wrote before, and the handlers
+        # before.
         self._writer: socket.socket | None = None
         self._earlier_descriptor = -1
         self._earlier_handlers: dict[int, Any] = {}
@@ -67,8 +68,8 @@ class StopSignals:
     def install(self, *signals: signal.Signals) -> None:
         """Install handlers for these signals, except for ignored ones; called once.
 
-        They replace those of a run whose teardown was skipped. Do nothing outside of the
-        main thread.
+        They replace those of a run whose teardown was skipped. Do nothing outside of
+        the main thread.
         """
         if threading.current_thread() is not threading.main_thread():
             return

@@ -26,8 +26,8 @@ from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals
 
 Process: TypeAlias = subprocess.Popen[bytes] | BaseProcess
 
-# All in seconds. The ranks may exit by themselves for this time after the first failure,
-# or after Ctrl-C; then those that are not saving are stopped.
+# All in seconds. The ranks may exit by themselves for this time after the first
+# failure, or after Ctrl-C; then those that are not saving are stopped.
 _EXIT_AFTER_FAILURE = 5.0
 _EXIT_AFTER_INTERRUPT = 2.5
 # A stuck child may delay the exit of this process for this time. It also applies after
@@ -167,7 +167,7 @@ def _run_to_end(processes: Sequence[Any], stop_within: float) -> int | None:
 
 
 def _wait_for_failure(processes: Sequence[Any]) -> int | None:
-    """Wait until a process has failed or all have exited; return the failed local rank."""
+    """Wait until one has failed or all have exited; return the failed local rank."""
     running = {process.sentinel: local_rank for local_rank, process in enumerate(processes)}
     while running:
         for sentinel in connection.wait(list(running)):
@@ -191,7 +191,7 @@ def _pass_on(processes: Sequence[Any], signum: int) -> None:
 
 
 def _raise_failure(context: Any, failed: int, first_rank: int) -> None:
-    """Raise for the process with the local rank ``failed``, as :func:`join_ranks` does."""
+    """Raise for the local rank that failed, as :func:`join_ranks` does."""
     process = context.processes[failed]
     if process.exitcode in STOP_STATUSES:
         raise SystemExit(process.exitcode)

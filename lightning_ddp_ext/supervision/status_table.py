@@ -16,7 +16,7 @@ for a question about a named barrier: a rank is late       that rank
 In a **deadlock**, ranks are in different calls, so none of them can continue:
 
 - a *mismatch*: ranks entered different collectives with the same number in a group;
-- a *circular wait*: each rank is in a call that another one of these ranks has not made.
+- a *circular wait*: each rank is in a call that another one of them has not made.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _TAKES_LONGER = f"make sure that every rank makes the same calls; if one takes l
 class StatusTable:
     """The last status of each rank, and the questions that have no answer yet.
 
-    The channel's thread records statuses, and the thread of ``StatusPusher`` decides; both
-    hold the lock of ``peers.arrived``.
+    The channel's thread records statuses, and the thread of ``StatusPusher`` decides;
+    both hold the lock of ``peers.arrived``.
 
     Args:
         peers: the other ranks.
@@ -84,9 +84,9 @@ class StatusTable:
     def _answer(self, now: float, asked_at: float) -> None:
         """Answer all questions, unless later statuses may show more.
 
-        Each rank has some seconds to push a status after the question. If all have done so
-        and one of them is not waiting, it may just be returning from the collective, so
-        this needs later statuses.
+        Each rank has some seconds to push a status after the question. If all have done
+        so and one of them is not waiting, it may just be returning from the collective,
+        so this needs later statuses.
         """
         statuses = self._since(asked_at)
         if len(statuses) == len(self._peers.everyone) and not all(each.waits for each in statuses):
@@ -160,7 +160,7 @@ def _rank_outside_collective(statuses: Sequence[Status], wait: str) -> PeerEvent
 
 
 def deadlock_in(statuses: Sequence[Status]) -> PeerEvent | None:
-    """Return the event of a deadlock among the ranks whose calls are settled, if any."""
+    """Return the event of a deadlock among ranks with settled calls, if any."""
     settled = [status for status in statuses if status.is_settled]
     calls = {_call_of(status) for status in settled if status.awaited or status.unfinished}
     if len(calls) < 2:  # a common case, also with hundreds of ranks
@@ -169,9 +169,9 @@ def deadlock_in(statuses: Sequence[Status]) -> PeerEvent | None:
 
 
 def _mismatch_in(statuses: Sequence[Status]) -> PeerEvent | None:
-    """Return the event of ranks that entered different collectives with the same number.
+    """Return the event of a mismatch, if any.
 
-    At least one of them is waiting in its collective.
+    At least one of its ranks is waiting in its collective.
     """
     for group, number in _pending_in(statuses):
         entered = [
@@ -218,7 +218,7 @@ def _needing_another(statuses: Sequence[Status]) -> list[Status]:
 
 
 def _pending_in(statuses: Sequence[Status]) -> dict[tuple[str, int], GroupProgress]:
-    """Return the progress of one rank in each pending collective, by group and number."""
+    """Return one rank's progress in each pending collective, by group and number."""
     # Hundreds of ranks may be waiting in one collective.
     return {
         (progress.group, progress.pending): progress
