@@ -27,7 +27,7 @@ from lightning_ddp_ext.errors import *  # noqa: F403
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.init_method import Env, File, Tcp
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
-from lightning_ddp_ext.supervision.started_ranks import stop_with_script as _stop_with_script
+from lightning_ddp_ext.supervision.launching_process import stop_with_script as _stop_with_script
 from lightning_ddp_ext.world import World
 
 if _TYPE_CHECKING:

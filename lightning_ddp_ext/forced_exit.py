@@ -26,17 +26,18 @@ _changed = threading.Condition()  # its lock protects the state of this module
 
 @dataclass(eq=False)
 class _Delay:
-    """A running `delaying_forced_exit` block."""
+    """A running :func:`delaying_forced_exit` block, with its arguments."""
 
     seconds: float
     purpose: str
     is_needed: Callable[[], bool]
 
 
-_delays: list[_Delay] = []
+_delays: list[_Delay] = []  # in the order in which the blocks started
 
 
 def _needed_delays() -> list[_Delay]:
+    """Return the delays that a due exit has to wait for."""
     with _changed:
         return [delay for delay in _delays if delay.is_needed()]
 
@@ -76,6 +77,7 @@ class ForcedExit:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        # Of the latest countdown.
         self._thread: threading.Thread | None = None
         self._cancelled = threading.Event()
 
@@ -135,9 +137,10 @@ def _count_down(
     delays = _needed_delays()
     if delays and seconds_after_saves is not None:
         print_in_time(f"{message()}. This rank will {delays[-1].purpose} before it exits\n")
-        longest = max(delay.seconds for delay in delays)
         with _changed:
-            _changed.wait_for(lambda: not _needed_delays(), timeout=longest)
+            _changed.wait_for(
+                lambda: not _needed_delays(), timeout=max(delay.seconds for delay in delays)
+            )
         if cancelled.wait(seconds_after_saves):
             return
     exit_now(status, message())

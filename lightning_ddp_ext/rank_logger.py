@@ -50,7 +50,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     @override
     def isEnabledFor(self, level: int) -> bool:
         return self.logger.isEnabledFor(level) and (
-            self._ranks is None or _own_rank() in self._ranks
+            self._ranks is None or _current_rank() in self._ranks
         )
 
     @override
@@ -60,7 +60,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         return msg, kwargs  # the base class would replace the caller's ``extra``
 
 
-def _own_rank() -> int | None:
+def _current_rank() -> int | None:
     """Return the rank of this process; ``None`` while it is unknown."""
     if dist.is_initialized():
         return dist.get_rank()

@@ -109,18 +109,18 @@ class Ranks:
         >>> Ranks().on_rank_zero(lambda: 6 * 7, "multiplying")
         42
         """
-        own: Exception | None = None
-        message: Any = None
+        raised_here: Exception | None = None
+        message: Any = None  # the pickled result, or the failure
         if self.rank == 0:
             try:
                 message = pickle.dumps(work())
             except Exception as error:
-                own = error
+                raised_here = error
                 message = _Failure.of(error)
         message = self.from_rank_zero(message)
         if isinstance(message, _Failure):
             self.settle(what)
-            raise own or message.to_error(what, rank=0)
+            raise raised_here or message.to_error(what, rank=0)
         return pickle.loads(message)  # type: ignore[no-any-return]
 
     def on_every_rank(self, work: Callable[[], T], what: str) -> T:
@@ -134,17 +134,17 @@ class Ranks:
         >>> Ranks().on_every_rank(lambda: 6 * 7, "multiplying")
         42
         """
-        own: Exception | None = None
+        raised_here: Exception | None = None
         try:
             result = work()
         except Exception as error:
-            own = error
-        failures = self.gather(None if own is None else _Failure.of(own))
+            raised_here = error
+        failures = self.gather(None if raised_here is None else _Failure.of(raised_here))
         for rank, failure in enumerate(failures):
             if failure is not None:
                 self.settle(what)
-                if own is not None and rank == self.rank:
-                    raise own
+                if raised_here is not None and rank == self.rank:
+                    raise raised_here
                 raise failure.to_error(what, rank=rank)
         return result
 

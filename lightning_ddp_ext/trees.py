@@ -88,5 +88,6 @@ def _call_after_import(loader: Any, action: Callable[[], None]) -> None:
     loader.exec_module = exec_module
 
 
+# Both last until the process exits.
 _finder = _RegisterOnImport()
-_chosen = _choose()
+_chosen = _choose()  # the tree whose classes have the package's public names

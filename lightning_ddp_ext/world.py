@@ -239,20 +239,26 @@ def run_of(source: str, environ: Environ) -> str:
     >>> run_of("SLURM", {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"})
     'SLURM_JOB_ID=12 SLURM_STEP_ID=0'
     """
-    variables = _RUN_VARIABLES.get(source, ())
-    return " ".join(f"{name}={environ[name]}" for name in variables if name in environ)
+    return " ".join(
+        f"{name}={environ[name]}" for name in _RUN_VARIABLES.get(source, ()) if name in environ
+    )
 
 
 def _world_from(environ: Environ, launcher: Launcher, devices: int | None) -> World:
-    """Return a World; compute missing numbers as if ranks filled node after node."""
+    """Return a World; compute missing numbers as if ranks filled node after node.
+
+    A missing number of processes on this node is that of the Trainer's devices, or what
+    the ranks on earlier nodes imply, or ``world_size``.
+    """
     rank = _integer(environ, launcher.rank)
     world_size = _integer(environ, launcher.world_size)
     local_rank = _first_integer(environ, launcher.local_rank)
     node_rank = _first_integer(environ, *launcher.node_rank)
-    if launcher is SLURM:
-        local_world_size = _slurm_tasks_on_node(environ)
-    else:
-        local_world_size = _first_integer(environ, launcher.local_world_size)
+    local_world_size = (
+        _slurm_tasks_on_node(environ)
+        if launcher is SLURM
+        else _first_integer(environ, launcher.local_world_size)
+    )
     if local_world_size is None:
         ranks_on_earlier_nodes = rank - (local_rank or 0)
         if devices is None and node_rank and ranks_on_earlier_nodes > 0:

@@ -2,13 +2,17 @@
 
 Every rank except rank 0 has one TCP connection to it. A closed connection reveals a
 dead rank, whatever state Python, the store or a collective is in. An asyncio event loop
-on a daemon thread serves the connections. Callbacks on that thread must not wait for
-messages, since the thread itself would have to deliver them.
+on a daemon thread, the **serving thread**, reads and writes. Callbacks on that thread
+must not wait for messages, since the thread itself would have to deliver them.
 
-The life of a connection on rank 0: ``accept`` opens it without a rank, ``admit`` gets
-its messages until ``adopt`` assigns a rank, and then the handler of each topic gets
-them. A rank that leaves in order says so before it closes. Each line of a connection is
-a message: a JSON list of topic and body.
+The life of a connection on rank 0:
+
+1. ``accept`` opens it. It has no rank yet, and its messages go to ``admit``.
+2. ``adopt`` assigns a rank, and its messages go to the handlers of their topics.
+3. It closes. A rank that leaves in order sends a message before that.
+
+On other ranks, ``connect`` opens the only connection, with rank 0's number. Each line
+of a connection is a message: a JSON list of topic and body.
 """
 
 from __future__ import annotations
@@ -66,15 +70,16 @@ class Channel:
         self.ended: dict[int, str] = {}
         self.arrived = threading.Condition(threading.RLock())
         self.heartbeat = heartbeat
-        self._of_rank: dict[int, Connection] = {}
-        self._connections: set[Connection] = set()  # also those without a rank
-        self._accepting: Future[None] = Future()
-        self._admit: Admit = lambda connection, topic, body: None
-        self._handlers: dict[str, Handler] = {}  # by topic
-        self._unclaimed: dict[str, list[Message]] = {}  # of topics without a handler
-        self._loop = asyncio.SelectorEventLoop()
-        self._thread: threading.Thread | None = None
         self.is_closing = False
+        # With the lock of `arrived`, by topic: its handler, or messages without one.
+        self._handlers: dict[str, Handler] = {}
+        self._unclaimed: dict[str, list[Message]] = {}
+        # Changed on the serving thread only: open connections, and those with a rank.
+        self._connections: set[Connection] = set()
+        self._of_rank: dict[int, Connection] = {}
+        self._admit: Admit = lambda connection, topic, body: None  # on rank 0, see `accept`
+        self._accepting: Future[None] = Future()  # until rank 0 stops accepting
+        self._thread: threading.Thread | None = None  # from the first connection; has a loop
 
     # Connecting.
 
@@ -179,18 +184,16 @@ class Channel:
         if in_order:
             self.send(_LEAVING, {})
         self.is_closing = True
-        if self._thread is None:
-            self._loop.close()
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=2 * _FLUSH_SECONDS)
-        self._handlers.clear()
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=2 * _FLUSH_SECONDS)
+            self._handlers.clear()
 
     def close_inherited_sockets(self) -> None:
         """Close a forked child's copies, so that other ranks notice its parent's death.
 
-        The loop must not close them, since it would also remove the parent's sockets
-        from the selector, which both processes share.
+        The event loop must not close them: it would remove the sockets from the
+        selector, which the parent shares.
         """
         self.is_closing = True
         for connection in self._connections:
@@ -205,6 +208,7 @@ class Channel:
 
     def _start(self) -> None:
         if self._thread is None:
+            self._loop = asyncio.SelectorEventLoop()
             self._thread = threading.Thread(target=self._serve, name="ddpx-channel", daemon=True)
             self._thread.start()
 
@@ -309,7 +313,7 @@ class Connection(asyncio.Protocol):
         self.close_reason = ""
         self.lost = asyncio.get_running_loop().create_future()
         self._channel = channel
-        self._unread = b""
+        self._unread = b""  # the beginning of a line whose end has not arrived
 
     def send(self, line: bytes) -> None:
         """Send an encoded message; never waits or raises."""
@@ -353,8 +357,8 @@ class Connection(asyncio.Protocol):
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.close_reason:
-            # A failed write ends reading, but earlier messages may explain it. A malformed
-            # message sets the reason.
+            # A failed write ends reading, but earlier messages may explain it. If one
+            # of them is malformed, this sets the reason.
             self._receive_rest()
             is_closed = exc is None or isinstance(exc, ConnectionError)
             silence = f"no sign of life from its host for {self._channel.heartbeat:g} s"
@@ -385,7 +389,9 @@ def _decode(line: bytes) -> tuple[str, Message] | None:
 def _keep_alive(connected: socket.socket, heartbeat: float) -> None:
     """Have the kernel send without delay, and close a connection that stays silent.
 
-    The limit is ``heartbeat`` seconds of silence.
+    The limit is ``heartbeat`` seconds of silence: the kernel probes an idle connection
+    after two sixths of it, and four times in the rest. The last option limits the time
+    for which sent data may be unacknowledged.
     """
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,4 +1,4 @@
-"""Find rank 0's control listener, and this host's addresses.
+"""Find the address of rank 0's control listener, in one of three ways.
 
 ===================  ==============================================================
 ``TcpEndpoint``      rank 0 listens at a host and port that every rank is given
@@ -7,7 +7,8 @@
 ===================  ==============================================================
 
 A rank 0 that is killed leaves its address in the file, which is harmless: rank 0 of
-another run does not know the nonce in it.
+another run does not know the nonce in it. ``connect_store`` opens a launcher's store,
+and later rank 0's own.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from torch.distributed import TCPStore
 from typing_extensions import override
@@ -31,6 +30,7 @@ from typing_extensions import override
 from lightning_ddp_ext.errors import DDPExtError, RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.init_method import Tcp
+from lightning_ddp_ext.rendezvous.network import listen, network_identity, own_addresses
 
 _LONGEST_ADDRESS = 1 << 16  # bytes of a file that may contain an address
 # The limit of one operation on an existing key of a store.
@@ -52,8 +52,7 @@ class Address:
 
     def candidates(self) -> list[str]:
         """Return the hosts in the order in which this process tries them."""
-        is_same_network = self.network == network_identity()
-        hosts = ["127.0.0.1", *self.hosts] if is_same_network else self.hosts
+        hosts = ["127.0.0.1", *self.hosts] if self.network == network_identity() else self.hosts
         return list(dict.fromkeys(hosts))
 
 
@@ -91,8 +90,10 @@ class Endpoint:
                 content.
         """
         content = self.read()
+        if not content:
+            return Address()
         try:
-            values = json.loads(content)["lightning_ddp_ext"] if content else {"hosts": ()}
+            values = json.loads(content)["lightning_ddp_ext"]
             return Address(**{**values, "hosts": tuple(values["hosts"])})
         except (ValueError, KeyError, TypeError, RecursionError):
             raise RendezvousError(
@@ -234,76 +235,3 @@ def connect_store(
         ) from None
     store.set_timeout(STORE_OPERATION)
     return store
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a TCP socket that listens at a port.
-
-    Args:
-        host: the name or address by which others reach it. For ``localhost`` or a
-            loopback address, the socket only accepts connections from this host. For
-            any other host, or an empty one, it listens on all interfaces: an address
-            may belong to a router in front of this host, and a host's own name often
-            resolves to 127.0.1.1.
-
-    Raises:
-        OSError: the port cannot be bound.
-    """
-    is_dual = not is_loopback(host) and socket.has_dualstack_ipv6()
-    if not is_loopback(host):
-        host = "::" if is_dual else "0.0.0.0"
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server(
-        address[:2], family=family, backlog=1024, dualstack_ipv6=is_dual
-    )
-    listener.setblocking(True)  # regardless of socket.setdefaulttimeout
-    return listener
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address is only reachable from this host."""
-    return host in ("::1", "localhost") or host.startswith(("127.", "::ffff:127."))
-
-
-def host_of(address: tuple[Any, ...]) -> str:
-    """Return the numeric host of a socket's address.
-
-    A link-local host includes its scope, as in ``fe80::1%eth0``.
-    """
-    numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
-    return socket.getnameinfo(address, numeric)[0].removeprefix("::ffff:")
-
-
-def own_addresses() -> list[str]:
-    """Return this host's numeric addresses, loopback last, and IPv4 before IPv6."""
-    entries = [entry for _, entry in _interfaces()]
-    families = (socket.AF_INET, socket.AF_INET6)
-    ordered = [entry.address for family in families for entry in entries if entry.family == family]
-    # A scope such as %eth0 means nothing on another host.
-    return sorted((address for address in ordered if "%" not in address), key=is_loopback)
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of this host's interface with the numeric ``address``, if any."""
-    return next((name for name, entry in _interfaces() if entry.address == address), None)
-
-
-def _interfaces() -> list[tuple[str, Any]]:
-    """Return the names of this host's interfaces, each with one of its addresses."""
-    import psutil  # importing it takes 6 ms, and a single process does not need it
-
-    return [(name, each) for name, entries in psutil.net_if_addrs().items() for each in entries]
-
-
-def network_identity() -> str:
-    """Return an identity of this process's loopback network.
-
-    It is the same for two processes if, and only if, they can reach each other by
-    loopback; in a sandbox that hides both facts, it is the host's name.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    namespace = Path("/proc/self/ns/net")
-    try:
-        return f"{boot.read_text().strip()} {namespace.readlink()}"
-    except OSError:  # a sandbox may have neither
-        return socket.gethostname()

@@ -59,6 +59,8 @@ class Call:
 class NamedBarriers:
     """This rank's part in all barriers, and on rank 0 the record of all ranks' calls.
 
+    The main thread makes calls, and the channel's thread records those of other ranks.
+
     Args:
         peers: the other ranks.
 
@@ -69,12 +71,13 @@ class NamedBarriers:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        # By number: the calls of all ranks on rank 0, and elsewhere only those of rank 0.
+        # Of barriers that are not open yet, by number: on rank 0 the calls of all
+        # ranks, and on other ranks those of rank 0.
         self._waiting: dict[int, list[Call]] = {}
         self.awaited: Call | None = None
         self.made = 0
-        self._steps = 0  # that this rank has started
-        self._open = 0  # the number of the last call that all ranks have started
+        self._steps = 0  # the number of steps that this rank has started
+        self._opened = 0  # the number of the last call that all ranks have started
         peers.channel.on_message("call", self._record_call)
         peers.channel.on_message("open", self._open_barrier)
 
@@ -141,7 +144,7 @@ class NamedBarriers:
         self._peers.tell(receivers, "call", {"call": asdict(call)})
         self.awaited = call
         try:
-            is_open = self._peers.wait_for(lambda: self._open >= call.number)
+            is_open = self._peers.wait_for(lambda: self._opened >= call.number)
         finally:
             self.awaited = None
         event = self._peers.cause_or_departure
@@ -150,7 +153,7 @@ class NamedBarriers:
         # Rank 0 may exit next, and must first have opened the barrier for the others.
         self._peers.channel.wait_until_sent()
 
-    # Called by other ranks.
+    # Messages of other ranks.
 
     def _record_call(self, body: Message) -> None:
         """Record a call, and report it if this rank skipped it.
@@ -161,23 +164,23 @@ class NamedBarriers:
         call = Call(**body["call"])
         calls = self._waiting.setdefault(call.number, [])
         calls.append(call)
-        missed = self._skipped_call()
         if len({each.name for each in calls}) > 1:
             self._report_mismatch(calls)
         elif len(calls) == len(self._peers.everyone):
             self._peers.tell(self._peers.everyone, "open", {"number": call.number})
-        elif missed is not None:
+        elif (missed := self._skipped_call()) is not None:
             self._report_skipped(missed)
 
     def _open_barrier(self, body: Message) -> None:
         number = body["number"]
-        self._open = max(self._open, number)
+        self._opened = max(self._opened, number)
         self._waiting.pop(number, None)
 
     def _report_skipped(self, call: Call) -> PeerEvent:
-        remedy = call.remedy or _MAKE_IT
         return self._peers.report(
-            event_of_absence(call, [self._peers.mine], "continued without it", remedy)
+            event_of_absence(
+                call, [self._peers.mine], "continued without it", call.remedy or _MAKE_IT
+            )
         )
 
     def _report_mismatch(self, calls: list[Call]) -> None:

@@ -1,8 +1,12 @@
 """Report the death, failure or departure of a rank to all others, and react to it.
 
-Rank 0 decides which event was first, and sends it to all ranks. Each rank then aborts
-pending collectives, which unblocks its main thread with an error. If nothing unblocks
-that thread during a run, the process exits.
+1. The channel detects a closed connection, or a rank reports another **event**.
+2. Rank 0 decides which event was first, and sends it to all ranks.
+3. If the ranks cannot continue after it, it is the **cause** of their errors. Each rank
+   aborts pending collectives, which unblocks its main thread with an error.
+4. If nothing unblocks that thread during a run, the process is forced to exit.
+
+An orderly departure is not a cause: only a rank that still waits for the others raises.
 """
 
 from __future__ import annotations
@@ -91,7 +95,8 @@ class Peers:
         timeouts: the timeouts of the control channel.
         arrived: the channel's condition, which is also notified at each event.
         cause: the first event after which the ranks cannot continue together: a death,
-            a failure (even this rank's own), a hang, or a missed call.
+            a failure (even this rank's own), a hang, or a missed call. Once set, it
+            does not change.
         has_raised: whether the main thread has raised an error because of the cause.
             :meth:`record_raised` sets it; the forced exit, ``sys.excepthook`` and
             :func:`join` for a further Trainer read it.
@@ -117,6 +122,7 @@ class Peers:
         self._abort = abort
         self._departed: PeerEvent | None = None  # the first orderly departure
         self._forced_exit = ForcedExit("ddpx-exit")
+        # Last, since this handles earlier messages on this thread.
         channel.on_message("event", self._handle_message)
         channel.on_message(ENDED, self._handle_end)
 
@@ -192,7 +198,10 @@ class Peers:
         self._record(event_of(kind, self.table[body["from"]], body["reason"]))
 
     def _record(self, event: PeerEvent) -> PeerEvent:
-        """Record an event; all ranks get the first failure and the first departure."""
+        """Record an event, and react to it if it is the cause; return the cause.
+
+        All ranks get the first cause and the first departure.
+        """
         with self.arrived:
             if event.kind == "left":
                 is_first = self._departed is None
@@ -204,7 +213,7 @@ class Peers:
         if is_first and self.rank == 0:
             self.channel.send("event", {"event": asdict(event)})
         if is_first and event.kind != "left":
-            self._exit_if_blocked(event)
+            self._exit_if_blocked(event)  # first, since an abort may block
             if self.channel.is_current_thread:
                 self.channel.call(self._abort)  # after the event is sent: it may take seconds
             else:

@@ -46,7 +46,8 @@ class ProcessContext:
         peers: the other ranks, and their failures and departures.
         barriers: the named barriers.
         groups: the process groups.
-        session: what other subpackages keep with these connections.
+        session: what ``supervision.session`` keeps as long as these connections; Any,
+            since this subpackage must not import that one.
     """
 
     def __init__(self, request: Request, connections: Connections) -> None:
@@ -85,7 +86,10 @@ class ProcessContext:
 
     @contextmanager
     def forming(self) -> Iterator[None]:
-        """End this rank's wait in the store if another rank exits while the block runs."""
+        """End this rank's wait in the store if another rank exits while the block runs.
+
+        The block counts as a run: if nothing ends its wait, the process has to exit.
+        """
         with start_run(), self.groups.forming():
             self.peers.check()
             yield
@@ -113,12 +117,12 @@ class ProcessContext:
             )
         # A script may destroy the group, to test each sample once on one device.
         works_alone_now = world.world_size == 1 and not dist.is_initialized()
-        if connected.world.world_size == 1 or works_alone_now:
+        place = connected.world
+        if place.world_size == 1 or works_alone_now:
             return request
-        rank, world_size = connected.world.rank, connected.world.world_size
-        if (world.rank, world.world_size) != (rank, world_size):
+        if (world.rank, world.world_size) != (place.rank, place.world_size):
             raise ConfigurationError(
-                f"this process is already rank {rank} of {world_size}, but"
+                f"this process is already rank {place.rank} of {place.world_size}, but"
                 f" this Trainer needs it to be rank {world.rank} of {world.world_size}; use the"
                 " same devices and num_nodes for every Trainer of a script, or call"
                 " torch.distributed.destroy_process_group() before a Trainer with one device"
@@ -129,9 +133,11 @@ class ProcessContext:
                 f" this Trainer requests {request.init_method!r}; use the same init_method for"
                 " every Trainer of a script"
             )
+        # The script has handled an error that this rank raised, and the ranks can
+        # connect again unless one of them is dead.
         cause = self.peers.cause
-        is_dealt_with = self.peers.has_raised and cause is not None and cause.kind != "died"
-        if not is_dealt_with:
+        is_handled = self.peers.has_raised and cause is not None and cause.kind != "died"
+        if not is_handled:
             self.peers.check()
         return request
 
@@ -155,13 +161,12 @@ class ProcessContext:
         cause = self.peers.cause
         if cause is None or not self.groups.has_aborted_nccl:
             return False
-        is_own_exception = cause.kind == "failed" and cause.who == self.peers.mine
-        return not is_own_exception
+        return cause.kind != "failed" or cause.who != self.peers.mine
 
     def announce_failure(self, exception: BaseException, traceback_text: str) -> None:
         """Report to the other ranks why this one cannot continue, and unblock them.
 
-        Never raises or waits long.
+        It does not raise, and only waits shortly.
         """
         self.peers.record_raised()
         self.peers.report(event_of("failed", self.peers.mine, reason_of(exception), traceback_text))
@@ -179,7 +184,7 @@ class ProcessContext:
         self.peers.record_raised()
 
     def close(self) -> None:
-        """Close groups, channel and store."""
+        """Close groups, channel and store; called once, as the last method."""
         try:
             self.groups.close(is_broken=self.peers.cause is not None)
         finally:
@@ -188,8 +193,8 @@ class ProcessContext:
             self.peers.record_raised()
 
 
-_current: ProcessContext | None = None
-_parents_contexts: list[ProcessContext | None] = []  # in a forked child
+_current: ProcessContext | None = None  # set and used by the main thread; others read it
+_parents_contexts: list[ProcessContext | None] = []  # in a forked child, until its exit
 
 
 def current() -> ProcessContext | None:
@@ -252,6 +257,7 @@ def _open(request: Request) -> ProcessContext:
         with context.forming():
             context.groups.form_default()
     except BaseException as error:
+        # Another rank's failure may have broken the store or the backend.
         is_explained = isinstance(error, DDPExtError)
         event = context.peers.wait(0.0 if is_explained else context.peers.timeouts.first_cause)
         if event is None:
@@ -302,7 +308,8 @@ def at_exit(action: Callable[[], None]) -> None:
 
     It also runs in children of multiprocessing, which skip ``atexit`` handlers.
     """
-    # A Finalize runs only once, and only in the process that has made it.
+    # A Finalize runs only once, even if both of them call it, and only in the process
+    # that has made it, not in forked children.
     atexit.register(multiprocessing.util.Finalize(None, action, exitpriority=100))
 
 

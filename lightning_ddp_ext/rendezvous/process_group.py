@@ -1,4 +1,8 @@
-"""Form, abort and close the process groups of this process."""
+"""Form, abort and close the process groups of this process.
+
+The main thread forms and closes them. Any thread may abort them, which is how the
+channel's thread unblocks the main thread after another rank's failure.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,9 @@ from torch.distributed import PrefixStore
 
 from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.endpoint import interface_of
 from lightning_ddp_ext.rendezvous.handshake import Connections
 from lightning_ddp_ext.rendezvous.nccl_options import GLOO_INTERFACE
+from lightning_ddp_ext.rendezvous.network import interface_of
 from lightning_ddp_ext.rendezvous.opened_sockets import OpenedSockets
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.threads import start_thread
@@ -61,28 +65,30 @@ class ProcessGroups:
         self.request = request
         self.others: dict[object, dist.ProcessGroup] = {}
         self.has_aborted_nccl = False
-        self._aborting = threading.Lock()
+        self._aborting = threading.Lock()  # the channel's thread aborts while the main one closes
         self._connections = connections
-        self._is_forming = False
-        # Dropping the last reference to a group waits for gloo's threads, which may
-        # wait for the GIL. A reference from Python releases the GIL meanwhile, but
-        # DDP's does not, so those in this list must outlive the model's:
-        # https://github.com/pytorch/pytorch/issues/56297. Without the list, 2 of 69
-        # failing runs hung in teardown. `close` clears it, which frees the sockets of
-        # earlier groups, unless `is_broken`: gloo's threads may then still be busy, so
-        # only `release` does.
-        self._references: list[object] = []
-        # Of each group that was formed; the first entry is that of the default group.
+        self._is_forming = False  # while the main thread is in `forming`
+        # The default group, and others that are closed. These references must outlive
+        # DDP's: dropping the last reference to a group waits for gloo's threads, which
+        # may wait for the GIL. Python releases the GIL meanwhile, but DDP does not:
+        # https://github.com/pytorch/pytorch/issues/56297. Without them, 2 of 69 failing
+        # runs hung in teardown. `close` drops them, which frees the groups' sockets,
+        # unless `is_broken`: gloo's threads may then still be busy, so only `release`
+        # does.
+        self._default: dist.ProcessGroup | None = None
+        self._closed: list[dist.ProcessGroup] = []
+        # Of each open group, in the order of forming; the default group is the first.
         self._sockets: list[OpenedSockets] = []
-        variables = self._variables_to_set()
         # Those that this object sets until the groups are closed. An exported variable
         # stays: :func:`check_variables` has compared the values.
         self._variables = {
-            name: value for name, value in variables.items() if name not in os.environ
+            name: value
+            for name, value in self._required_variables().items()
+            if name not in os.environ
         }
         os.environ.update(self._variables)
 
-    def _variables_to_set(self) -> dict[str, str]:
+    def _required_variables(self) -> dict[str, str]:
         """Return the request's environment variables, and those that the groups need."""
         defaults = _NCCL_DEFAULTS if self.uses_nccl else {}
         # By default, gloo uses the network to which the host's name resolves, which may
@@ -100,7 +106,7 @@ class ProcessGroups:
     @property
     def owns_default(self) -> bool:
         """Whether the default group is open, and this object formed it."""
-        return dist.is_initialized() and dist.group.WORLD in self._references
+        return dist.is_initialized() and dist.group.WORLD is self._default
 
     @property
     def timeout(self) -> timedelta:
@@ -118,11 +124,10 @@ class ProcessGroups:
                 https://github.com/pytorch/pytorch/issues/88103. Or a collective
                 returned a wrong value.
         """
-        init_timeout = self.request.init_timeout
-        limit = Deadline(init_timeout.total_seconds())
-        form = partial(self._form_and_check, self._with_slack(init_timeout))
+        timeout = self._with_slack(self.request.init_timeout)
+        limit = Deadline(self.request.init_timeout.total_seconds())
         try:
-            limit.bound(form)
+            limit.bound(partial(self._form_and_check, timeout))
         except TimeoutError:
             raise self._error_about(
                 f"did not connect its devices within {limit.seconds:g} s (init_timeout)"
@@ -142,7 +147,7 @@ class ProcessGroups:
             timeout=timeout,
             device_id=request.device if self._is_bound else None,
         )
-        self._references.append(dist.group.WORLD)
+        self._default = dist.group.WORLD
         total = torch.ones(1, device=request.device)
         dist.all_reduce(total)
         if total.item() != request.world.world_size:
@@ -156,8 +161,7 @@ class ProcessGroups:
         It then splits this group to form one of some ranks, which gloo cannot, and
         refuses tensors on other devices.
         """
-        is_gpu = self.request.device.type == "cuda"
-        return self.uses_nccl and is_gpu and self.request.has_one_device
+        return self.uses_nccl and self.request.device.type == "cuda" and self.request.has_one_device
 
     def _error_about(self, finding: str) -> RendezvousError:
         backend = self.request.backend
@@ -166,8 +170,9 @@ class ProcessGroups:
             remedy += (
                 ", or pass nccl=NCCLOptions(debug='INFO') to see how NCCL connects the devices"
             )
-        world_size = self.request.world.world_size
-        return RendezvousError(f"the {backend} group of {world_size} ranks {finding}; {remedy}")
+        return RendezvousError(
+            f"the {backend} group of {self.request.world.world_size} ranks {finding}; {remedy}"
+        )
 
     def form(self, key: object, backend: str | None) -> None:
         """Form a further group of all ranks. Collective; within :meth:`forming`."""
@@ -229,8 +234,8 @@ class ProcessGroups:
 
         They are not destroyed instead, which would wait for their kernels.
         """
-        has_never_formed = not self._references  # but may be in the middle of it
-        is_open = dist.is_initialized() and (self.owns_default or has_never_formed)
+        # Without a default group, this object may be forming it.
+        is_open = dist.is_initialized() and (self.owns_default or self._default is None)
         if not self.uses_nccl or not (is_open or self.has_aborted_nccl):
             return False
         self.has_aborted_nccl = True  # set before any wait for the device returns
@@ -240,7 +245,6 @@ class ProcessGroups:
 
     def _abort_all(self) -> None:
         abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
-        # The channel's thread aborts while the main thread closes.
         with self._aborting, suppress(Exception):
             abort()
 
@@ -250,18 +254,17 @@ class ProcessGroups:
         Args:
             is_broken: whether other ranks may have abandoned a collective.
         """
-        is_ours = self.owns_default
-        if is_ours:
+        if self.owns_default:
             # Objects that refer to the group must be freed before it, and its parts
             # together with it. Otherwise gloo's threads outlive their owner and abort
             # the process at exit: in 9 of 50 processes without gc.collect().
             gc.collect()
             if not (is_broken and self.abort_nccl()):
                 dist.destroy_process_group()
-            self._references.extend(self.others.values())
+            self._closed.extend(self.others.values())
             gc.collect()
         if not is_broken:
-            self._references.clear()
+            self.release()
         self.others.clear()
         self._sockets.clear()
         for name in self._variables:
@@ -270,4 +273,5 @@ class ProcessGroups:
 
     def release(self) -> None:
         """Drop the last references to the closed groups."""
-        self._references.clear()
+        self._closed.clear()
+        self._default = None

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.endpoint import Endpoint, network_identity
+from lightning_ddp_ext.rendezvous.endpoint import Endpoint
+from lightning_ddp_ext.rendezvous.network import network_identity
 from lightning_ddp_ext.world import World
 
 

@@ -26,7 +26,7 @@ from lightning_ddp_ext.ranks import chain_of, reason_of
 from lightning_ddp_ext.rendezvous.peers import PeerEvent
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.rendezvous.runs import current_run, start_run
-from lightning_ddp_ext.supervision.graceful_stop import Session, current_session
+from lightning_ddp_ext.supervision.session import Session, current_session
 from lightning_ddp_ext.supervision.stacks import (
     call_site_in,
     is_in_backward,
@@ -36,11 +36,12 @@ from lightning_ddp_ext.supervision.stacks import (
 )
 
 T = TypeVar("T")
+# Saves the last step after an exception of this rank; a second call has no effect.
 Save = Callable[[BaseException], object]
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _hook_behind: Hook | None = None  # the hook that ours replaced and calls, once installed
 
-_RAISING = ("RAISE_VARARGS", "RERAISE")
+_RAISING = ("RAISE_VARARGS", "RERAISE")  # the instructions of ``raise`` statements
 
 
 def supervised(
@@ -87,8 +88,8 @@ def supervised(
 def _limit_exit(exception: BaseException, is_needed: Callable[[], bool] = lambda: True) -> None:
     """Limit the time until this process exits or ``is_needed`` returns False."""
     session = current_session()
-    if session is not None and session.stop is not None:
-        session.stop.limit_exit(reason_of(exception).partition("\n")[0], is_needed)
+    if session is not None:
+        session.limit_exit(reason_of(exception).partition("\n")[0], is_needed)
 
 
 def explain(exception: BaseException, save: Save = lambda exception: None) -> BaseException:
@@ -98,8 +99,8 @@ def explain(exception: BaseException, save: Save = lambda exception: None) -> Ba
 
     Args:
         exception: the exception.
-        save: called with the exception; if another rank caused it, before this rank's
-            groups are closed.
+        save: called with the exception, perhaps twice; if another rank caused it,
+            before this rank's groups are closed.
 
     Returns:
         The exception, or the error of the rank that caused it.
@@ -112,17 +113,20 @@ def explain(exception: BaseException, save: Save = lambda exception: None) -> Ba
         save(exception)
         context.peers.record_raised()
         return exception
-    # Decided before the waits below, in which this rank may abort its collectives.
+    # Whether this rank had aborted the collective that raised. Read before
+    # `_event_behind` waits, since an abort may happen in that time.
     is_aborted = context.peers.cause is not None and any(
         map(_is_in_collective, chain_of(exception))
     )
     event = _event_behind(exception, session)
     if event is not None:
-        if not is_aborted:
+        if not is_aborted:  # the exception of an aborted collective says nothing new
             _print_replaced(exception, context)
         return _replacement(exception, event, context, save)
+    # Announce first, so that the other ranks do not wait for the save. With NCCL, the
+    # announcement aborts collectives, which might change the weights.
     if context.groups.uses_nccl:
-        save(exception)  # aborting NCCL might change the weights
+        save(exception)
     context.announce_failure(exception, "".join(traceback.format_exception(exception)))
     save(exception)
     return exception
@@ -139,7 +143,7 @@ def _event_behind(exception: BaseException, session: Session) -> PeerEvent | Non
     # Any exception may follow from arbitrary values.
     if not isinstance(exception, KeyboardInterrupt) and session.context.has_arbitrary_values:
         return peers.cause
-    if isinstance(exception, torch.AcceleratorError):
+    if isinstance(exception, torch.AcceleratorError):  # of this rank's own device
         return None
     if may_be_echo(exception):
         return session.statuses.cause_of_broken_collective()
@@ -162,8 +166,8 @@ def _replacement(
 
 
 def _print_replaced(exception: BaseException, context: ProcessContext) -> None:
-    frames = [*traceback.walk_tb(exception.__traceback__)]
-    place = call_site_in((frame.f_code.co_filename, line) for frame, line in reversed(frames))
+    innermost_first = reversed([*traceback.walk_tb(exception.__traceback__)])
+    place = call_site_in((frame.f_code.co_filename, line) for frame, line in innermost_first)
     line = reason_of(exception).partition("\n")[0]
     print_in_time(
         f"[rank {context.peers.rank}] this exception probably follows from another rank's"
@@ -234,12 +238,12 @@ def _innermost(exception: BaseException) -> TracebackType | None:
 def install_excepthook(earlier: Hook) -> None:
     """Put our ``sys.excepthook`` in front of the others, or keep it there.
 
-    Called after the ranks have connected: for each group, torch puts a hook that delays
-    output in front.
+    Called after the ranks have connected. For each group, torch puts a hook in front
+    that delays output. The first time, ours covers it; later, ``earlier`` replaces it.
 
     Args:
-        earlier: the hook before that. From the second call on, it is ours, or one that
-            the user has put in front of ours, and is reinstated.
+        earlier: the hook before the ranks connected; from the second call on ours, or
+            one that the user has put in front of ours.
     """
     global _hook_behind
     if _hook_behind is None:

@@ -137,12 +137,13 @@ def read_progress() -> list[GroupProgress]:
 def has_timed_out(groups: Collection[GroupProgress], timeout: timedelta) -> bool:
     """Whether this rank has waited for the timeout in a collective.
 
-    Torch may count a collective that has timed out as finished; then it is the last one
-    that this rank entered in any group. Also true if torch has not recorded any.
+    Also true if torch has not recorded any collective.
     """
     if not groups:
         return True
     now = time.time()
+    # Torch may count a collective that has timed out as finished. It is then the last
+    # one that this rank entered in any group.
     latest = max(groups, key=lambda progress: progress.entered_at)
     awaited = [progress for progress in groups if progress.pending or progress is latest]
     return any(
@@ -191,17 +192,19 @@ def progress_in(trace: Mapping[str, Any], members: Mapping[str, list[int]]) -> l
 
 def _collectives_in(entries: Sequence[_Entry]) -> dict[int, _Entry]:
     """Return the collectives of a group by number, without its sends and receives."""
-    last_send = None
+    last_send = None  # the operation of the last send or receive
     collectives: dict[int, _Entry] = {}
     for entry in entries:
         if entry.get("pg_id") != entries[-1].get("pg_id"):
             continue  # of a closed group with the name of a new one
-        op_id = entry.get("op_id")
+        operation = entry.get("op_id")
+        is_send = operation is not None and operation == last_send
         if entry.get("is_p2p"):
-            last_send = op_id
-        elif op_id is None or op_id != last_send or _function_of(entry) != "coalesced":
-            # Coalesced collectives share a number. What ends coalesced sends has the
-            # number of an earlier collective.
+            last_send = operation
+        elif not (is_send and _function_of(entry) == "coalesced"):
+            # Coalesced collectives share a number; the last one counts. The entry that
+            # ends coalesced sends is left out: it has the number of an earlier
+            # collective.
             collectives[int(entry["collective_seq_id"])] = entry
     return collectives
 
@@ -209,7 +212,7 @@ def _collectives_in(entries: Sequence[_Entry]) -> dict[int, _Entry]:
 def _progress(
     group: str, entries: Mapping[int, _Entry], members: Mapping[str, list[int]]
 ) -> GroupProgress:
-    name = group.partition(":")[2]
+    name = group.partition(":")[2]  # without the backend
     last = max(entries)
     unfinished = [
         number
@@ -219,6 +222,7 @@ def _progress(
     pending = min(unfinished, default=0)
     current = entries[pending or last]
     latest = sorted(entries)[-_RECENT:]
+    # The description that `new_group` got; without one, it is empty or "undefined".
     description = str(entries[last]["process_group"][1])
     label = {_DEFAULT_GROUP: "", "": name, "undefined": name}.get(description, description)
     return GroupProgress(

@@ -23,15 +23,12 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from signal import Signals
-from typing import cast
 
 from lightning_ddp_ext.forced_exit import ForcedExit
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.channel import Message
-from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current, join
-from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.runs import current_run
-from lightning_ddp_ext.supervision.pusher import StatusPusher
+from lightning_ddp_ext.supervision.session import Session
 from lightning_ddp_ext.supervision.signals import StopSignals, status_of
 from lightning_ddp_ext.supervision.stacks import call_site_of, main_frame
 from lightning_ddp_ext.threads import start_thread
@@ -62,6 +59,9 @@ class StopRequest:
 class GracefulStop:
     """This rank's part in stopping together in one run, the Trainer's call.
 
+    It passes through three states: no stop is requested; the ranks pause, with a
+    request but no target; they have agreed on a target.
+
     The topic of its messages has the number of the run. Those of ranks that have
     started it earlier are thus kept until this rank does, and later ones are dropped.
 
@@ -81,19 +81,23 @@ class GracefulStop:
         deadline: timedelta,
         acknowledge: Callable[[StopRequest], object],
     ) -> None:
-        session.stop = self
         session.runs += 1
+        session.limit_exit = self._limit_exit
         self.signals = StopSignals(self._request_stop, _run_has_ended)
         self._barriers = session.context.barriers
         self._peers = session.context.peers
         self._statuses = session.statuses
         self._seconds = deadline.total_seconds()
-        self._half = self._seconds / 2  # to wait for another rank, before one saves alone
+        # The longest wait for another rank; then there is time for one to save alone.
+        self._half = self._seconds / 2
         self._acknowledge = acknowledge
-        self._position = 0  # the last stop point
-        self._request: StopRequest | None = None  # until the ranks stop
-        self._target: int | None = None  # once the ranks have agreed
-        self._positions: dict[int, int] = {}  # on rank 0, of the ranks that have paused
+        self._position = 0  # the last stop point of the main thread, which alone sets it
+        # Set on the channel's thread: the first request, until the main thread stops,
+        # and the first stop point that no rank has passed, which `at_step` may
+        # postpone.
+        self._request: StopRequest | None = None
+        self._target: int | None = None
+        self._positions: dict[int, int] = {}  # on rank 0: of each rank that has paused
         self._forced_exit = ForcedExit("ddpx-stop-deadline")
         self._topic = f"stop {session.runs}"
         self._peers.channel.on_message(self._topic, self._handle_message)
@@ -161,25 +165,23 @@ class GracefulStop:
         Raises:
             RankFailedError: a rank died or failed meanwhile; it may be a subclass.
         """
-        self._request_received_stop()  # at the point before, so that this one is the next
+        # At the point before, so that the ranks can agree on this one.
+        self._request_received_stop()
         self._position = position
         if self._request is None:
             return False
         with self._peers.arrived:
-            if not self._peers.wait_for(self._have_agreed, self._half):
+            if not self._peers.wait_for(lambda: self._target is not None, self._half):
                 self._statuses.ask_and_wait(
                     f"rank {self._peers.rank} has waited at its stop point for half of"
                     f" save_deadline, {self._half:g} s"
                 )
-                self._peers.wait_for(self._have_agreed)
+                self._peers.wait_for(lambda: self._target is not None)
             self._peers.check()
             return self._target is not None and self._position >= self._target
 
-    def _have_agreed(self) -> bool:
-        return self._target is not None
-
     def _take_request(self) -> StopRequest | None:
-        """Return the request, and handle no other one in this run."""
+        """Return the request, and drop the messages of later ones in this run."""
         with self._peers.arrived:
             request = self._request
             self._request = None
@@ -225,12 +227,13 @@ class GracefulStop:
             start_thread("ddpx-stop", self._acknowledge, request)
         self._request = request
         self._limit_stop(request)
-        # Read after the request is set; the main thread uses the opposite order.
+        # Read after the request is set, while the main thread sets the position before
+        # it reads the request: if that misses the request, this reads the new position.
         self._peers.tell([0], self._topic, {"position": self._position})
 
-    # The deadline.
+    # The deadline, after which this process exits in the middle of whatever it does.
 
-    def limit_exit(self, reason: str, is_needed: Callable[[], bool]) -> None:
+    def _limit_exit(self, reason: str, is_needed: Callable[[], bool]) -> None:
         """Limit the time until this rank exits after an exception.
 
         It exits even if hooks or teardown block. :meth:`end` lifts the limit.
@@ -277,41 +280,3 @@ def _run_has_ended() -> bool:
     Handlers that are then still installed belong to a run without a teardown.
     """
     return current_run() is None and sys.exc_info()[1] is None
-
-
-class Session:
-    """This rank's part in statuses and stops.
-
-    A session is built when the ranks have connected, and lasts until they disconnect.
-    Messages of other ranks that arrive earlier are kept for it.
-
-    Attributes:
-        context: the connections and process groups.
-        statuses: finds the rank that others wait for.
-        runs: the number of runs with stop points that this rank has started.
-        stop: stops all ranks together after a signal in the last of these runs.
-    """
-
-    def __init__(self, context: ProcessContext) -> None:
-        self.context = context
-        self.statuses = StatusPusher(context)
-        self.runs = 0
-        self.stop: GracefulStop | None = None
-
-
-def start_session(request: Request) -> Session | None:
-    """Connect the ranks with :func:`join`, and return the session of their connections.
-
-    Connections that are used again keep their session. Collective: every rank must call
-    it. Return ``None`` if other code opened the process group.
-    """
-    context = join(request)
-    if context is not None and context.session is None:
-        context.session = Session(context)
-    return current_session()
-
-
-def current_session() -> Session | None:
-    """Return this process's session; ``None`` while it is not connected."""
-    context = current()
-    return None if context is None else cast(Session | None, context.session)

@@ -6,15 +6,16 @@ A thread of each rank pushes its ``status``, again and again, while
 - any rank has a question: why its collective broke, or which rank it has waited for in
   vain until the timeout.
 
-NCCL does not raise when a collective exceeds its timeout, unlike gloo, so this thread
-then asks, as it does for named barriers. After a signal it asks earlier, with any
-backend, so that time is left for another rank to save.
+Named barriers have no timeout of their own, and NCCL does not raise when a collective
+exceeds its timeout, so this thread asks about both. After a signal it asks earlier,
+with any backend, so that time is left for another rank to save.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
@@ -34,11 +35,12 @@ from lightning_ddp_ext.supervision.stacks import (
     is_in_collective,
     main_frame,
 )
-from lightning_ddp_ext.supervision.status import Status, silent_rank
-from lightning_ddp_ext.supervision.status_table import StatusTable
+from lightning_ddp_ext.supervision.status import Status
+from lightning_ddp_ext.supervision.status_table import StatusTable, silent_rank
 from lightning_ddp_ext.threads import start_thread
 
-_TURNS = 16  # of a rank's thread, while the rank waits until it pushes its status
+# How often a rank's thread looks while the rank waits, before its first status.
+_LOOKS = 16
 # Seconds of processor time between two statuses; a thread that waits takes none.
 _COMPUTING = 0.01
 
@@ -52,6 +54,18 @@ class _Limit:
     begins_at: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Question:
+    """A sentence about this rank's wait, for rank 0 to find the rank that it waits for.
+
+    ``call`` is the key of the open call that it is about, with which it becomes
+    obsolete; empty if the call has already ended with an error.
+    """
+
+    text: str
+    call: str = ""
+
+
 class StatusPusher:
     """Pushes this rank's status, and ends its waits that take too long.
 
@@ -61,16 +75,17 @@ class StatusPusher:
     def __init__(self, context: ProcessContext) -> None:
         self._context = context
         self._peers = context.peers
-        self._timeouts = context.peers.timeouts
         self._table = StatusTable(self._peers) if self._peers.rank == 0 else None
-        self._sent = Status(self._peers.mine)  # the last one
-        self._cpu_seconds = 0.0  # of the main thread, when that was sent
-        self._question = ""  # what rank 0 has not answered yet; see `ask_and_wait`
-        self._overdue = ""  # the open call of which the question is, if it may end meanwhile
-        self._stop_limit: _Limit | None = None  # while the ranks have to stop
+        # Only for this object's thread: the last status that it pushed, and the
+        # processor time of the main thread at that time, in seconds.
+        self._pushed = Status(self._peers.mine)
+        self._cpu_seconds = 0.0
+        # For all threads.
+        self._question: _Question | None = None  # until rank 0 has answered it
         self._heard_at = 0.0  # when rank 0 last sent something, or a question began
+        self._stop_limit: _Limit | None = None  # while the ranks have to stop
         self._is_watched = False  # while rank 0 needs the statuses for an answer
-        self._is_due = False  # ends the pause of the thread
+        self._is_due = False  # ends the pause of this object's thread
         self._peers.channel.on_message("look", self._handle_look)
         if len(self._peers.table) > 1:
             start_thread("ddpx-status", self._run)
@@ -81,43 +96,46 @@ class StatusPusher:
         All ranks get the same event. For the main thread; takes several seconds.
         """
         is_timeout = has_timed_out(read_progress(), self._context.groups.timeout)
-        failed = f"a collective of rank {self._peers.rank} failed"
-        self.ask_and_wait(self._waited_in_collective if is_timeout else failed)
-        return self._peers.wait(self._timeouts.first_cause)  # a rank may be about to report it
+        self.ask_and_wait(
+            self._waited_in_collective
+            if is_timeout
+            else f"a collective of rank {self._peers.rank} failed"
+        )
+        # A rank may be about to report it.
+        return self._peers.wait(self._peers.timeouts.first_cause)
 
     def ask_and_wait(self, question: str) -> None:
         """Have rank 0 find and report the rank that this one waits for.
 
-        For the main thread; takes several seconds if a rank is silent. Without any, the
-        wait may go on.
+        For the main thread; takes several seconds if a rank is silent. If rank 0 finds
+        no rank, the caller may continue to wait.
 
         Args:
             question: where and how long this rank has waited.
         """
-        self._ask(question)
-        self._peers.wait_for(lambda: not self._question)
-        self._question = ""
+        self._ask(_Question(question))
+        self._peers.wait_for(lambda: self._question is None)
+        self._question = None
 
     def limit_waits(self, seconds: float, name: str) -> None:
         """End waits for another rank that last this long, once this time has passed.
 
-        The rank that did not come is reported, as after the timeout. The message gives
-        the limit's ``name``.
+        The late rank is reported, as after the timeout. The message gives the limit's
+        ``name``.
         """
         if self._stop_limit is None:
             self._stop_limit = _Limit(timedelta(seconds=seconds), name, time.monotonic() + seconds)
 
     def lift_limit(self) -> None:
-        """End no further wait before the timeout."""
+        """Remove this limit; waits then end after the timeout again."""
         self._stop_limit = None
 
-    def _ask(self, question: str, overdue: str = "") -> None:
-        """Have rank 0 find the rank that this one waits for, as long as ``overdue`` is open."""
+    def _ask(self, question: _Question) -> None:
+        """Have rank 0 find the rank that this one waits for; does not wait."""
         with self._peers.arrived:
-            if not self._question:  # else rank 0 owes an answer, and may be silent
+            if self._question is None:  # else rank 0 owes an answer, and may be silent
                 self._heard_at = time.monotonic()
             self._question = question
-            self._overdue = overdue
             self._is_due = True
             self._peers.arrived.notify_all()
 
@@ -136,28 +154,29 @@ class StatusPusher:
             f" {limit.wait.total_seconds():g} s"
         )
 
-    # This rank's thread.
+    # This object's thread.
 
     def _run(self) -> None:
-        entered_at: dict[str, float] = {}  # for each call in which this rank waits
+        entered_at: dict[str, float] = {}  # by open call
         while self._wait_for_turn():
             now = time.monotonic()
             entered_at = {call: entered_at.get(call, now) for call in self._open_calls()}
             waited = {call: now - moment for call, moment in entered_at.items()}
-            if self._end_overdue_call(waited):
+            if self._end_overdue_barrier(waited) or self._end_overdue_collective(waited):
                 entered_at.clear()  # this is done once in each limit
             longest = max(waited.values(), default=0.0)
-            if self._question or self._is_watched or longest >= self._timeouts.deadlock:
+            if self._question or self._is_watched or longest >= self._peers.timeouts.deadlock:
                 self._push()
-            if self._question and now - self._heard_at >= 2 * self._timeouts.answer:
-                self._peers.report(silent_rank([self._peers.table[0]], self._question))
+            question = self._question  # read again: a push drops an obsolete one
+            if question and now - self._heard_at >= 2 * self._peers.timeouts.answer:
+                self._peers.report(silent_rank([self._peers.table[0]], question.text))
             if self._table is not None:
                 self._table.decide(now)
 
     def _wait_for_turn(self) -> bool:
         """Wait until a push is due, or a moment; return whether this thread is needed."""
         timeout = self._context.groups.timeout.total_seconds()
-        seconds = min(self._timeouts.deadlock, timeout) / _TURNS
+        seconds = min(self._peers.timeouts.deadlock, timeout) / _LOOKS
         self._peers.channel.wait_for(lambda: self._is_due or not self._is_needed, seconds)
         self._is_due = False
         return self._is_needed
@@ -179,8 +198,8 @@ class StatusPusher:
     def _push(self) -> None:
         status = self._read_status()
         # Hundreds of ranks may be waiting for long, without a change.
-        is_same = status == self._sent
-        self._sent = status
+        is_same = status == self._pushed
+        self._pushed = status
         self._peers.tell([0], "status", {"status": None if is_same else asdict(status)})
 
     def _read_status(self) -> Status:
@@ -189,12 +208,12 @@ class StatusPusher:
         groups = read_progress()
         awaited = self._context.barriers.awaited
         with self._peers.arrived:
-            if self._overdue and self._overdue not in self._open_calls():  # the rank came
-                self._question = ""
-                self._overdue = ""
+            question = self._question
+            if question and question.call and question.call not in self._open_calls():
+                self._question = question = None  # all ranks have made the call meanwhile
         status = Status(
             self._peers.mine,
-            question=self._question,
+            question=question.text if question else "",
             place=call_site_of(frame),
             is_in_collective=is_in_collective(frame) or is_in_backward(frame),
             groups=groups,
@@ -205,44 +224,39 @@ class StatusPusher:
         cpu_seconds = _cpu_seconds()
         has_computed = status.is_blocked and cpu_seconds - self._cpu_seconds >= _COMPUTING
         self._cpu_seconds = cpu_seconds
-        is_settled = status.calls == self._sent.calls and not has_computed
+        is_settled = status.calls == self._pushed.calls and not has_computed
         return replace(status, is_settled=is_settled)
 
-    def _end_overdue_call(self, waited: dict[str, float]) -> bool:
-        """Have the rank found for which this one waits too long, if it does.
+    # Overdue waits. The rank that another one waits for is found and reported, which
+    # aborts the wait. ``waited`` has the seconds for which this rank has waited, by
+    # open call.
 
-        Its report then aborts the call.
-
-        Args:
-            waited: the seconds for which this rank has waited, for each call.
-
-        Returns:
-            whether a call was overdue.
-        """
+    def _end_overdue_barrier(self, waited: Mapping[str, float]) -> bool:
+        """Ask about a named barrier that takes too long; return whether one does."""
         call = self._context.barriers.awaited
         if call is None or waited.get(str(call.number), 0.0) < self._limit.wait.total_seconds():
-            return self._end_overdue_collective(waited)
-        self._ask(f"rank {call.rank} began {call}", overdue=str(call.number))
+            return False
+        self._ask(_Question(f"rank {call.rank} began {call}", call=str(call.number)))
         return True
 
-    def _end_overdue_collective(self, waited: dict[str, float]) -> bool:
-        """Do the same for a collective with NCCL, or with any backend after a signal.
+    def _end_overdue_collective(self, waited: Mapping[str, float]) -> bool:
+        """Ask about a collective that takes too long; return whether one does.
 
-        With NCCL, also for a rank that left, as no connection closes with that rank.
-        Otherwise, gloo raises by itself.
+        Before a signal, this is only necessary with NCCL, since gloo raises after its
+        timeout. With NCCL, a collective with a rank that left also counts, since no
+        connection closes with that rank.
         """
         groups = self._context.groups
         if not groups.uses_nccl and self._limit.wait == groups.timeout:
             return False
         departure = self._peers.cause_or_departure
+        limit = self._peers.timeouts.answer if departure else self._limit.wait.total_seconds()
         longest = max(waited, key=waited.__getitem__, default="")
-        limit = self._timeouts.answer if departure else self._limit.wait.total_seconds()
-        if waited.get(longest, 0.0) < limit:
-            return False
-        if not any(progress.pending for progress in read_progress()):
+        is_overdue = waited.get(longest, 0.0) >= limit
+        if not is_overdue or not any(progress.pending for progress in read_progress()):
             return False
         if departure is None:
-            self._ask(self._waited_in_collective, overdue=longest)
+            self._ask(_Question(self._waited_in_collective, call=longest))
         else:
             self._peers.report(event_of("absent", departure.who, str(departure.to_error())))
         return True
@@ -252,8 +266,9 @@ class StatusPusher:
     def _handle_look(self, body: Message) -> None:
         self._heard_at = time.monotonic()
         self._is_watched = body["is_watched"]
-        if self._question in body["answered"]:  # another one may have followed it
-            self._question = ""
+        # Another question may have followed the answered one.
+        if self._question is not None and self._question.text in body["answered"]:
+            self._question = None
         self._is_due = self._is_due or self._is_watched
 
 

@@ -3,7 +3,18 @@
 Python calls a handler in the main thread after that thread returns from C code, but a
 thread that waits there for a missing rank never returns. So a second thread also
 receives each signal: Python's C handler immediately writes the signal's number to a
-descriptor, which that thread reads.
+descriptor, which that thread reads, to call ``on_signal``. In the main thread:
+
+==================================================  ====================================
+A signal arrives                                    The handler
+==================================================  ====================================
+during a run                                        records it, and calls the user's own
+during a run: Ctrl-C again                          raises ``KeyboardInterrupt``
+later, because the teardown of a run was skipped    reinstates the earlier handler, and
+                                                    raises the signal again
+==================================================  ====================================
+
+A teardown is skipped if an ``on_exception`` hook raises.
 """
 
 from __future__ import annotations
@@ -24,10 +35,10 @@ _installed: weakref.WeakSet[StopSignals] = weakref.WeakSet()
 
 
 class StopSignals:
-    """Handlers for signals, in front of the existing ones.
+    """Handlers for signals during one run, in front of the existing ones.
 
-    A user's handler is called after ours. Python's own handler for Ctrl-C would raise
-    in the middle of a step, so it is called only after a second Ctrl-C.
+    Python's own handler for Ctrl-C would raise in the middle of a step, so it is called
+    only after a second Ctrl-C.
 
     Args:
         on_signal: called with the signal's number, in the second thread.
@@ -46,16 +57,19 @@ class StopSignals:
         self.has_passed_on = False
         self._on_signal = on_signal
         self._run_has_ended = run_has_ended
+        self._is_interrupted = False  # by a first Ctrl-C
+        # While the handlers are installed: the end of the socket to which Python's C
+        # handler writes, the descriptor to which it wrote before, and the handlers
+        # before.
+        self._writer: socket.socket | None = None
+        self._earlier_descriptor = -1
         self._earlier_handlers: dict[int, Any] = {}
-        self._earlier_descriptor = -1  # that to which Python's C handler wrote before
-        self._is_interrupted = False
-        self._writer: socket.socket | None = None  # while the handlers are installed
 
     def install(self, *signals: signal.Signals) -> None:
         """Install handlers for these signals, except for ignored ones; called once.
 
-        They replace those of a run whose teardown was skipped, because an
-        ``on_exception`` hook raised. Do nothing outside of the main thread.
+        They replace those of a run whose teardown was skipped. Do nothing outside of
+        the main thread.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -105,9 +119,7 @@ class StopSignals:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         earlier = self._earlier_handlers.get(signum)
-        if earlier is not None and self._run_has_ended():
-            # The teardown, which reinstates the handlers, was skipped, because an
-            # ``on_exception`` hook raised.
+        if earlier is not None and self._run_has_ended():  # the teardown was skipped
             signal.signal(signum, earlier)
             signal.raise_signal(signum)
             return

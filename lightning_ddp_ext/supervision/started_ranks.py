@@ -1,14 +1,12 @@
-"""Wait for the ranks that this process started, and stop with the one that started it.
+"""Wait for the ranks that this process started, stop late ones, and report failures.
 
-A script that runs itself again is a rank itself: local rank 0. It waits for the others
-at its exit. A process that starts functions waits for them in the Trainer's call.
+A script that runs itself again is local rank 0. It waits for the others at its exit. A
+process that starts functions is not a rank. It waits for them in the Trainer's call.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
-import multiprocessing
 import os
 import signal
 import socket
@@ -21,28 +19,22 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
 from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals
-from lightning_ddp_ext.threads import start_thread
 
 Process: TypeAlias = subprocess.Popen[bytes] | BaseProcess
 
-# The variable with the process id of the script that started this rank.
-LAUNCHER_PID = "DDPX_LAUNCHER_PID"
-_PR_SET_PDEATHSIG = 1  # from prctl.h
-
-# Seconds in which the other ranks may exit after the first failure, before those that
-# are not saving are stopped.
-_END_WITHIN = 5.0
-_LOOK_EVERY = 0.02  # seconds
-# Seconds in which the ranks may exit after Ctrl-C, before those that are not saving are stopped.
-_END_WITHIN_AFTER_INTERRUPT = 2.5
-# Seconds for which a stuck child may delay the exit of this process. They also apply after
+# All in seconds. The ranks may exit by themselves for this time after the first
+# failure, or after Ctrl-C; then those that are not saving are stopped.
+_EXIT_AFTER_FAILURE = 5.0
+_EXIT_AFTER_INTERRUPT = 2.5
+# A stuck child may delay the exit of this process for this time. It also applies after
 # sys.exit(1), which an exit handler cannot distinguish from success.
 EXIT_WITHIN = 600.0
+_EXIT_AFTER_KILL = 5.0
+_LOOK_EVERY = 0.02
 
 
 # Ranks of scripts.
@@ -84,18 +76,18 @@ class ChildScripts:
         """
         # Python stores an exception other than SystemExit before it calls exit handlers.
         has_raised = getattr(sys, "last_value", None) is not None
-        seconds = _END_WITHIN if has_raised else self.exit_within
-        stopped: list[int] = []
-        with suppress(KeyboardInterrupt):  # _stop_processes has then killed the children
-            stopped = _stop_processes(self.children, seconds, self.save_within)
-        for index, child in enumerate(self.children):
+        seconds = _EXIT_AFTER_FAILURE if has_raised else self.exit_within
+        stopped: list[Process] = []
+        with suppress(KeyboardInterrupt):  # _stop_late has then killed the children
+            stopped = _stop_late(self.children, seconds, self.save_within)
+        for local_rank, child in enumerate(self.children, start=1):
             status = child.returncode
             verdict = _status_in_words(status)
-            if index in stopped:
+            if child in stopped:
                 verdict = f"did not exit within {seconds:g} s and was stopped"
             is_expected = status == 0 or status in STOP_STATUSES or (has_raised and status > 0)
             if not is_expected:
-                sys.stderr.write(f"local rank {index + 1} (pid {child.pid}) {verdict}\n")
+                sys.stderr.write(f"local rank {local_rank} (pid {child.pid}) {verdict}\n")
 
 
 _started: ChildScripts | None = None
@@ -122,7 +114,8 @@ def join_ranks(context: Any, *, results_file: str, stop_within: float, first_ran
     After the first failure, the other ranks get some time to print why they exit.
 
     Args:
-        context: torch's object for the started processes.
+        context: torch's object for the started processes, in the order of their local
+            ranks, which start at 0; torch does not annotate its attributes.
         results_file: the file that local rank 0 writes if it succeeds.
         stop_within: the seconds in which the ranks must stop together after a signal,
             or save after a failure.
@@ -145,46 +138,50 @@ def join_ranks(context: Any, *, results_file: str, stop_within: float, first_ran
     if failed is not None:
         _raise_failure(context, failed, first_rank)
     elif not os.path.exists(results_file):  # Lightning would wait forever for the results
-        what = (
-            "exited with status 0 before it finished its work; look for sys.exit() or an interrupt"
+        raise _error_of(
+            RankFailedError,
+            context.processes[0],
+            local_rank=0,
+            first_rank=first_rank,
+            finding="exited with status 0 before it finished its work; look for sys.exit() or an"
+            " interrupt",
         )
-        raise _error_of(RankFailedError, context.processes, 0, first_rank, what)
 
 
 def _run_to_end(processes: Sequence[Any], stop_within: float) -> int | None:
     """Wait until all processes exit, and stop those that run on after a failure.
 
-    Return the number of the first one that failed, if any.
+    Return the local rank of the first process that failed, if any.
     """
     try:
         failed = _wait_for_failure(processes)
         if failed is not None:
             is_stopping = processes[failed].exitcode in STOP_STATUSES
-            _stop_processes(processes, stop_within if is_stopping else _END_WITHIN, stop_within)
+            _stop_late(processes, stop_within if is_stopping else _EXIT_AFTER_FAILURE, stop_within)
         return failed
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             _pass_on(processes, signal.SIGTERM)  # in a notebook, it reaches this process only
-        _stop_processes(processes, _END_WITHIN_AFTER_INTERRUPT, stop_within)
+        _stop_late(processes, _EXIT_AFTER_INTERRUPT, stop_within)
         raise
 
 
 def _wait_for_failure(processes: Sequence[Any]) -> int | None:
-    """Wait until a process has failed, and return its number, or until all have exited."""
-    running = {process.sentinel: index for index, process in enumerate(processes)}
+    """Wait until one has failed or all have exited; return the failed local rank."""
+    running = {process.sentinel: local_rank for local_rank, process in enumerate(processes)}
     while running:
         for sentinel in connection.wait(list(running)):
-            index = running.pop(sentinel)
-            processes[index].join()
-            if processes[index].exitcode != 0:
-                return index
+            local_rank = running.pop(sentinel)
+            processes[local_rank].join()
+            if processes[local_rank].exitcode != 0:
+                return local_rank
     return None
 
 
 def _pass_on(processes: Sequence[Any], signum: int) -> None:
     """Pass a signal on to the first running rank, which makes all ranks stop.
 
-    The thread of ``StopSignals`` calls this, and the main thread after Ctrl-C.
+    Called on the thread of ``StopSignals``, and on the main thread after Ctrl-C.
     """
     for process in processes:
         if process.exitcode is None:
@@ -194,55 +191,60 @@ def _pass_on(processes: Sequence[Any], signum: int) -> None:
 
 
 def _raise_failure(context: Any, failed: int, first_rank: int) -> None:
-    status = context.processes[failed].exitcode
-    if status in STOP_STATUSES:
-        raise SystemExit(status)
-    if status < 0:
-        what = f"died: it {_status_in_words(status)}; the other ranks were stopped"
-        raise _error_of(RankDiedError, context.processes, failed, first_rank, what)
-    context.sentinels = {context.processes[failed].sentinel: failed}
+    """Raise for the local rank that failed, as :func:`join_ranks` does."""
+    process = context.processes[failed]
+    if process.exitcode in STOP_STATUSES:
+        raise SystemExit(process.exitcode)
+    if process.exitcode < 0:
+        raise _error_of(
+            RankDiedError,
+            process,
+            local_rank=failed,
+            first_rank=first_rank,
+            finding=f"died: it {_status_in_words(process.exitcode)}; the other ranks were stopped",
+        )
+    context.sentinels = {process.sentinel: failed}
     context.join()  # raises the error of this process
 
 
 def _error_of(
-    kind: type[RankFailedError], processes: Sequence[Any], index: int, first_rank: int, what: str
+    kind: type[RankFailedError], process: Any, *, local_rank: int, first_rank: int, finding: str
 ) -> RankFailedError:
     host = socket.gethostname()
-    pid = processes[index].pid
     return kind(
-        f"local rank {index} (host {host}, pid {pid}) {what}",
-        rank=first_rank + index,
+        f"local rank {local_rank} (host {host}, pid {process.pid}) {finding}",
+        rank=first_rank + local_rank,
         host=host,
-        pid=pid,
+        pid=process.pid,
     )
 
 
 # Ranks of both.
 
 
-def _stop_processes(processes: Sequence[Process], seconds: float, save_within: float) -> list[int]:
-    """Stop processes that are still running after some seconds, and return their numbers.
+def _stop_late(processes: Sequence[Process], seconds: float, save_within: float) -> list[Process]:
+    """Stop processes that are still running after some seconds, and return them.
 
     They get SIGTERM, and those that are not saving then exit. Those that still run
     after ``save_within`` are killed.
     """
     try:
-        running = _wait_for_exits(processes, seconds)
-        for index in running:
-            processes[index].terminate()  # a second SIGINT would interrupt a save
+        late = _wait_for_exits(processes, seconds)
+        for process in late:
+            process.terminate()  # a second SIGINT would interrupt a save
         _wait_for_exits(processes, save_within)
     finally:
         for process in processes:
             process.kill()
-        _wait_for_exits(processes, _END_WITHIN)
-    return running
+        _wait_for_exits(processes, _EXIT_AFTER_KILL)
+    return late
 
 
-def _wait_for_exits(processes: Sequence[Process], seconds: float) -> list[int]:
-    """Wait up to ``seconds``, and return the numbers of processes that still run."""
+def _wait_for_exits(processes: Sequence[Process], seconds: float) -> list[Process]:
+    """Wait up to ``seconds``, and return the processes that still run."""
     deadline = time.monotonic() + seconds
     while True:
-        running = [index for index, process in enumerate(processes) if _status_of(process) is None]
+        running = [process for process in processes if _status_of(process) is None]
         if not running or time.monotonic() >= deadline:
             return running
         time.sleep(_LOOK_EVERY)
@@ -259,56 +261,3 @@ def _status_in_words(status: int) -> str:
         return f"exited with status {status}"
     names = (each.name for each in signal.Signals if each == -status)
     return f"was killed by {next(names, f'signal {-status}')}"
-
-
-# The process that started this rank.
-
-
-def stop_with_script() -> None:
-    """Stop with the script that started this rank; called at the import.
-
-    Do nothing in other processes.
-    """
-    if os.environ.get(LAUNCHER_PID) == str(os.getppid()):
-        stop_with_parent()
-
-
-def stop_with_launching_process() -> None:
-    """Stop with the process that started this one with multiprocessing."""
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-    stop_with_parent()
-    if launcher.pid != os.getppid():  # a fork server is the parent, or the launcher has exited
-        start_thread("ddpx-launcher", _stop_after, launcher)
-
-
-def stop_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when its parent exits.
-
-    The kernel sends it when the thread exits that started this process, so do nothing
-    unless that is the parent's main thread.
-    """
-    parent = os.getppid()
-    with suppress(OSError):  # the parent may be outside of this container, or hidden
-        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        if str(os.getpid()) in children:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it has exited meanwhile
-        _terminate()
-
-
-def _stop_after(launcher: Any) -> None:
-    launcher.join()
-    _terminate()
-
-
-def _terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def launcher_exit() -> str | None:
-    """Describe the exit of the script that started this rank, if it has exited."""
-    pid = os.environ.get(LAUNCHER_PID)
-    if pid is None or Path(f"/proc/{pid}").exists():
-        return None
-    return f"the process that started this rank (pid {pid}) exited before all ranks had connected"

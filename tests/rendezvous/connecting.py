@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.rendezvous.endpoint import Address, Endpoint, FileEndpoint, TcpEndpoint
-from lightning_ddp_ext.rendezvous.handshake import OtherRank
+from lightning_ddp_ext.rendezvous import contact
+from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.init_method import File, Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Request
@@ -125,13 +125,14 @@ def connect(seat: int, seats: int, where: Place, settings: Sequence[Settings]) -
 
 def announce_handshake() -> None:
     """Announce "listens" on rank 0, and "connected" on a rank that rank 0 has accepted."""
-    send_hello = OtherRank.send_hello
+    reach = contact.reach
 
-    def send_hello_and_announce(part: OtherRank, host: str, address: Address) -> None:
-        send_hello(part, host, address)
+    def reach_and_announce(*args: Any) -> contact.Contact:
+        reached = reach(*args)
         announce("connected")
+        return reached
 
-    OtherRank.send_hello = send_hello_and_announce
+    contact.reach = reach_and_announce
     TcpEndpoint.publish = lambda self, address: announce("listens")
 
 

@@ -17,7 +17,7 @@ from lightning_ddp_ext.rendezvous import opened_sockets
 from lightning_ddp_ext.rendezvous.channel import (
     Channel,
 )
-from lightning_ddp_ext.rendezvous.endpoint import listen
+from lightning_ddp_ext.rendezvous.network import listen
 from lightning_ddp_ext.rendezvous.opened_sockets import OpenedSockets
 
 

@@ -28,12 +28,9 @@ from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, variables_of
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
 from lightning_ddp_ext.supervision.failure import install_excepthook
-from lightning_ddp_ext.supervision.graceful_stop import start_session
-from lightning_ddp_ext.supervision.started_ranks import (
-    launcher_exit,
-    started_ranks,
-    stop_with_parent,
-)
+from lightning_ddp_ext.supervision.launching_process import launcher_exit, stop_with_parent
+from lightning_ddp_ext.supervision.session import start_session
+from lightning_ddp_ext.supervision.started_ranks import started_ranks
 from lightning_ddp_ext.world import OPEN_MPI, TORCHRUN, launcher_of, run_of
 
 from ..callbacks.rank_debugger import without_limits

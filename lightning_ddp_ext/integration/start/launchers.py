@@ -18,14 +18,16 @@ from typing_extensions import override
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from lightning_ddp_ext.rendezvous.process_context import leave
 from lightning_ddp_ext.supervision.failure import print_line, supervised
+from lightning_ddp_ext.supervision.launching_process import (
+    LAUNCHER_PID,
+    stop_with_launching_process,
+)
 from lightning_ddp_ext.supervision.started_ranks import (
     EXIT_WITHIN,
-    LAUNCHER_PID,
     ChildScripts,
     join_ranks,
     record_started,
     started_ranks,
-    stop_with_launching_process,
 )
 
 from ..callbacks.rank_debugger import NO_LIMIT, rank_debugger_of

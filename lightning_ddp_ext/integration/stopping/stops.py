@@ -17,7 +17,8 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from lightning_ddp_ext.rendezvous.runs import Run, current_run
-from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest, current_session
+from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
+from lightning_ddp_ext.supervision.session import current_session
 from lightning_ddp_ext.supervision.signals import StopSignals, status_of
 
 from ..checkpoints.collective import Checkpoints
