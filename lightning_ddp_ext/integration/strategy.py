@@ -219,7 +219,9 @@ class DDPExtStrategy(RankDevicesStrategy):
             resume_data=resume_data,
         )
         self._metrics = LoggedValues(self, self._checkpoints, self._data.evaluation)
-        self._last_step = LastStepSaver(self, self._files, self._stops, self._data.resume)
+        self._last_step = LastStepSaver(
+            self, self._files, self._checkpoints, self._stops, self._data.resume
+        )
         self._averaging = GradientAveraging(self)
 
     @property
