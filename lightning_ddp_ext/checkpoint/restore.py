@@ -66,8 +66,10 @@ def restore(
         without_file = [rank for rank, each in enumerate(views) if each.file != of_rank_zero.file]
         if without_file:
             rank = without_file[0]
-            reason = f"rank {rank} on host {views[rank].host} does not see it"
-            how = f"sent from rank 0 to all ranks ({reason})"
+            how = (
+                f"sent from rank 0 to all ranks (rank {rank} on host {views[rank].host} does not"
+                " see it)"
+            )
             archive = _copy_from_rank_zero(stack, archive, of_rank_zero.size, ranks, location.url)
             checkers = list(range(ranks.world_size))
         else:

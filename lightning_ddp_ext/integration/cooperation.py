@@ -22,10 +22,12 @@ class Cooperation(IntEnum):
                      stopped at a signal
     ``NO_SAVES``     outside of runs, once a rank has      all but saves
                      exited, failed or made another call
-    ``ONLY_VALUES``  after an exception ended the run      those that have to return a value:
-                                                           broadcasts and decisions
+    ``ONLY_VALUES``  after an exception ended the run      those that have to return a value,
+                                                           such as broadcasts and decisions
     ``NONE``         until that exception is caught        none
     ===============  ====================================  ==================================
+
+    Users' own collectives and ``all_gather`` always wait.
     """
 
     NONE = 0

@@ -107,8 +107,9 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
             weights_only: takes precedence over this object's own, unless ``None``.
             map_weights: see :func:`~lightning_ddp_ext.checkpoint.restore.restore`.
         """
-        chosen = given(map_location=map_location, weights_only=weights_only)
-        options = replace(self.load_options, **chosen)
+        options = replace(
+            self.load_options, **given(map_location=map_location, weights_only=weights_only)
+        )
         restored = restore(locate(path), ranks, options, map_weights=map_weights)
         if ranks.world_size > 1:
             rank_zero_info(f"checkpoint {os.fspath(path)}: {restored.how}")

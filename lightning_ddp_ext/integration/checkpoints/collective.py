@@ -274,7 +274,7 @@ class Checkpoints:
             if context is not None and self._ranks.world_size > 1:
                 context.barriers.enter(what, call_site(), name=kind_of(what))
             yield
-        except (DDPExtError, OSError):
+        except (DDPExtError, OSError):  # they name the rank or the file
             raise
         except Exception as error:
             if not may_be_echo(error):
@@ -324,15 +324,29 @@ class Checkpoints:
         self._path_to_restore = None  # a hook that reads the file again does so alone
         self.finish()
         io = self.foreground_io
-        if not is_restore or not isinstance(io, RankZeroCheckpointIO):
-            passed = given(map_location=map_location, weights_only=weights_only)
-            # Not the object's method, which `install` may have replaced by this one.
-            return type(io).load_checkpoint(io, path, **passed)
+        if is_restore and isinstance(io, RankZeroCheckpointIO):
+            return self._load_together(io, path, map_location, weights_only)
+        # Not the object's method, which `install` may have replaced by this one.
+        return type(io).load_checkpoint(
+            io, path, **given(map_location=map_location, weights_only=weights_only)
+        )
+
+    def _load_together(
+        self,
+        io: RankZeroCheckpointIO,
+        path: PathOrUrl,
+        map_location: MapLocation,
+        weights_only: bool | None,
+    ) -> dict[str, Any]:
+        """Read a Trainer's checkpoint on all ranks. Collective."""
         with self._naming_absent_rank(f"reading {os.fspath(path)}"):
-            # Weights that are only copied into the model need not be read into memory.
-            only_copied = not may_be_kept(self._strategy.lightning_module, self._trainer)
             content = io.read(
-                path, self._ranks, map_location, weights_only, map_weights=only_copied
+                path,
+                self._ranks,
+                map_location,
+                weights_only,
+                # Weights that are only copied into the model need not be read into memory.
+                map_weights=not may_be_kept(self._strategy.lightning_module, self._trainer),
             )
         if not isinstance(content, dict) or "state_dict" not in content:
             raise CheckpointError(

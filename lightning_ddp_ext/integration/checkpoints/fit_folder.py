@@ -58,8 +58,8 @@ def stop_checkpoints_in(folder: str, *, or_of_other_jobs: bool) -> set[str]:
         CheckpointError: a folder cannot be searched.
     """
     directory, own = os.path.split(folder)
-    siblings = [name for name in names_in(directory) if _fit_of(name) == _fit_of(own)]
-    folders = [os.path.join(directory, name) for name in siblings]
+    names = names_in(directory)
+    folders = [os.path.join(directory, name) for name in names if _fit_of(name) == _fit_of(own)]
     files = {
         os.path.join(each, name)
         for each in folders

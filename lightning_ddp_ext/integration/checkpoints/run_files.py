@@ -56,13 +56,13 @@ class Found:
 
 
 class RunFiles:
-    """The stop checkpoint of a strategy's Trainer.
+    """The stop checkpoint of a strategy's Trainer, and the file with which a run continues.
 
     In a run, the methods are called in this order:
 
     1. :meth:`begin`, before the ranks connect
     2. :meth:`find`, on rank 0, for all ranks
-    3. :meth:`chosen`, on each rank, when the Trainer restores a file
+    3. :meth:`file_to_restore`, on each rank, before the Trainer restores a file
     4. :meth:`remove_obsolete`, on each rank, at the end
 
     Args:
@@ -82,8 +82,8 @@ class RunFiles:
             )
         self._stop = None if stop is None else os.fspath(stop)
         self.found = Found()
-        # The file that the user wants to resume from, in the current run.
-        self._asked: PathOrUrl | None = None
+        # The argument `ckpt_path` of the Trainer's function, in the current run or the last one.
+        self._ckpt_path: PathOrUrl | None = None
         # The number of the last fit, which evaluations after it share.
         self._fit_number = _IN_A_HOOK
 
@@ -102,7 +102,8 @@ class RunFiles:
             yield args
             return
         self.found = Found()
-        self._asked = next((each for each in args if isinstance(each, PathOrUrl)), None)
+        # Of the arguments of all these functions, only `ckpt_path` is a string or a path.
+        self._ckpt_path = next((each for each in args if isinstance(each, PathOrUrl)), None)
         arguments = tuple(_PLACEHOLDER if _is_last(each) else each for each in args)
         is_fit = trainer.state.fn == "fit"
         if is_fit and current_run() is None:
@@ -119,20 +120,19 @@ class RunFiles:
         """Name the stop checkpoint, and find the file with which the run continues.
 
         Only rank 0 calls this, for all ranks. A requeued SLURM job continues with its own
-        file, unless another one is asked for.
+        file, unless the user passes another one.
 
         Raises:
             CheckpointError: a directory or store cannot be searched.
         """
         # No run resumes a fit in a hook, so it has no folder.
-        number = self._fit_number
-        folder = None if number == _IN_A_HOOK else folder_of(trainer, number)
+        folder = None if self._fit_number == _IN_A_HOOK else folder_of(trainer, self._fit_number)
         stop = self._stop_path(folder)
-        if _is_last(self._asked):
+        if _is_last(self._ckpt_path):
             own = self._stop_checkpoints(folder, stop, or_of_other_jobs=True)
             last = _newest(own, trainer)
             rank_zero_info(f"ckpt_path='last' is {last}" if last else _none_found(folder, stop))
-        elif trainer.state.fn == "fit" and self._asked is None and is_requeued():
+        elif trainer.state.fn == "fit" and self._ckpt_path is None and is_requeued():
             own = self._stop_checkpoints(folder, stop, or_of_other_jobs=False)
             last = next(iter(modification_times(own)), None)
         else:
@@ -155,17 +155,17 @@ class RunFiles:
     def _stop_checkpoints(
         self, folder: str | None, stop: str | None, *, or_of_other_jobs: bool
     ) -> set[str]:
-        """Return the stop checkpoints of the fit, of which some may be missing."""
+        """Return the stop checkpoints of the fit; the one at a path may be missing."""
         if stop is None:
             return set()
         if self._is_path or folder is None:
             return {stop}
         return stop_checkpoints_in(folder, or_of_other_jobs=or_of_other_jobs)
 
-    def chosen(self, path: PathOrUrl | None) -> PathOrUrl | None:
-        """Return the file to restore, given the one that Lightning chose."""
-        is_ours = _is_last(self._asked) or self.found.last is not None
-        return self.found.last if is_ours else path
+    def file_to_restore(self, path: PathOrUrl | None) -> PathOrUrl | None:
+        """Return the file that rank 0 found, or the path that Lightning chose."""
+        is_searched = _is_last(self._ckpt_path) or self.found.last is not None
+        return self.found.last if is_searched else path
 
     # Finishing.
 
@@ -195,7 +195,7 @@ class RunFiles:
 def _next_fit() -> Iterator[int]:
     """Number the fit in the block; one that a signal stops does not count.
 
-    It may be called again, for example by a script that trains several folds.
+    The process may call it again.
     """
     global _fits_begun
     _fits_begun += 1

@@ -117,6 +117,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     @property
     def _is_joint(self) -> bool:
+        """Whether the Trainer has several ranks."""
         return self.num_processes * self.num_nodes > 1
 
     def _variables_in_run(self, trainer: Any) -> Mapping[str, str | None]:
@@ -147,10 +148,12 @@ class ScriptLauncher(SubprocessScriptLauncher):
             return {**variables, "RANK": None}  # a user's, which is not that of this run
         if self.procs:
             os.environ["LOCAL_RANK"] = "0"  # also after the run, since the ranks still exist
-        limit = EXIT_WITHIN if rank_debugger_of(trainer) is None else NO_LIMIT.total_seconds()
+        is_debugged = rank_debugger_of(trainer) is not None
+        exit_within = NO_LIMIT.total_seconds() if is_debugged else EXIT_WITHIN
         save_within = self._parts.deadline.total_seconds()
-        # Exit handlers run in reverse order, so this one precedes the removal of files.
-        record_started(ChildScripts(list(self.procs), variables, limit, save_within))
+        # This registers an exit handler. Exit handlers run in reverse order, so it precedes
+        # the one that removes the file of `start_variables`.
+        record_started(ChildScripts(list(self.procs), variables, exit_within, save_within))
         return dict(variables)
 
 
@@ -180,8 +183,8 @@ class ProcessesLauncher(MultiProcessingLauncher):
     ) -> Any:
         """Start the ranks, wait for them, and give the Trainer rank 0's results.
 
-        Lightning's own method cannot be extended, because it calls nothing between
-        starting the processes and waiting.
+        This replaces Lightning's own method, which has no step between starting the
+        processes and waiting that could be overridden.
 
         Raises:
             ConfigurationError: this process is a rank already.
