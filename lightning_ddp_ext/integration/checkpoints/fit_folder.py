@@ -32,6 +32,7 @@ _TASKS = (
     "SGE_TASK_ID",
     "JOB_COMPLETION_INDEX",
 )
+# A folder's name, such as "train-3fa8b2c1-1", or "train-3fa8b2c1-1-12_3" in SLURM job 12_3.
 _NAME = re.compile(r"(?P<fit>.+-[0-9a-f]{8}-\d+)(-[\d_]+)?")
 
 

@@ -1,7 +1,7 @@
-"""Tell whether restoring only copies a file's weights into the model, or may keep them.
+"""Tell whether a restore only copies a file's weights into the model.
 
-Weights that are only copied can stay mapped from the file. If a hook or module may read,
-change or keep them, they are first read into memory.
+Weights that are only copied can stay mapped from the file. If a hook or module may also
+change or keep them, they are read into memory first.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The tree is ``lightning.pytorch`` or ``pytorch_lightning``; see ``trees``. ``pl`` and
 ``fabric`` are its packages. The private names that this package uses are imported only
-here, without the leading underscore; some public names are here for their length.
+here, without the leading underscore, and some public names, so that their uses are short.
 ``compat`` reads the private attributes of objects.
 """
 
