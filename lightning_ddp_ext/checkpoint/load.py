@@ -229,6 +229,7 @@ def load(
         map_location = device
 
     def read(*, mmap: bool) -> Any:
+        # torch cannot map a file that was written before torch 1.6.
         return torch.load(
             archive.path,
             map_location=map_location,
@@ -237,15 +238,15 @@ def load(
         )
 
     if is_own_copy:
-        with set_default_mmap_options(MAP_SHARED):  # a change needs no memory either
+        with set_default_mmap_options(MAP_SHARED):  # a change needs no further memory
             return read(mmap=True)
-    is_large = archive.status.st_size > _SMALL_FILE_BYTES
-    if map_weights and options.map_location is None and is_large:
+    may_map = map_weights and options.map_location is None
+    if may_map and archive.status.st_size > _SMALL_FILE_BYTES:
         content = read(mmap=True)
         try:
             own = copy.deepcopy({**content, "state_dict": None})
             own["state_dict"] = content["state_dict"]
             return own
         except Exception:  # the state_dict is missing, or some object cannot be copied
-            del content
+            del content  # before the file is read into memory instead
     return read(mmap=False)

@@ -12,6 +12,7 @@ import os
 import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -63,32 +64,47 @@ def restore(
         if of_rank_zero.error is not None:
             raise of_rank_zero.error
         without_file = [rank for rank, each in enumerate(views) if each.file != of_rank_zero.file]
-        is_sent = bool(without_file)
-        how = "mapped by every rank"
-        if is_sent:
+        if without_file:
             rank = without_file[0]
-            reason = f"rank {rank} on host {views[rank].host} does not see it"
-            how = f"sent from rank 0 to all ranks ({reason})"
-            size = of_rank_zero.file[1]
-            archive = _copy_from_rank_zero(stack, archive, size, ranks, location.url)
-        readers = [rank for rank, each in enumerate(views) if is_sent or each.host == view.host]
-
-        def check_and_load() -> Any:
-            assert archive is not None, "this rank sees the file"
-            is_own_copy = is_sent and ranks.rank != 0
-            with reading(location.url):
-                if options.verify:
-                    archive.check(readers.index(ranks.rank), len(readers))
-                return load(
-                    archive,
-                    options,
-                    ranks.device,
-                    map_weights=map_weights,
-                    is_own_copy=is_own_copy,
-                )
-
-        content = ranks.on_every_rank(check_and_load, f"reading {location.url}")
+            how = (
+                f"sent from rank 0 to all ranks (rank {rank} on host {views[rank].host} does not"
+                " see it)"
+            )
+            archive = _copy_from_rank_zero(stack, archive, of_rank_zero.size, ranks, location.url)
+            checkers = list(range(ranks.world_size))
+        else:
+            how = "mapped by every rank"
+            checkers = [rank for rank, each in enumerate(views) if each.host == view.host]
+        assert archive is not None, "this rank sees the file"
+        read = partial(
+            _check_and_load,
+            archive,
+            options,
+            ranks.device,
+            share=checkers.index(ranks.rank),
+            shares=len(checkers),
+            map_weights=map_weights,
+            is_own_copy=bool(without_file) and ranks.rank != 0,
+        )
+        content = ranks.on_every_rank(read, f"reading {location.url}")
     return Restored(content, how, options.verify and not of_rank_zero.has_checksums)
+
+
+def _check_and_load(
+    archive: Archive,
+    options: LoadOptions,
+    device: torch.device,
+    *,
+    share: int,
+    shares: int,
+    map_weights: bool,
+    is_own_copy: bool,
+) -> Any:
+    """Check this rank's share of the records, and return the content."""
+    with reading(archive.name):
+        if options.verify:
+            archive.check(share, shares)
+        return load(archive, options, device, map_weights=map_weights, is_own_copy=is_own_copy)
 
 
 @dataclass(frozen=True)
@@ -109,6 +125,11 @@ class _View:
     file: tuple[int, ...] = ()
     has_checksums: bool = False
     error: Exception | None = None
+
+    @property
+    def size(self) -> int:
+        """The size of the file, of a rank that sees one."""
+        return self.file[1]
 
 
 def _open(stack: ExitStack, location: Location, ranks: Ranks) -> tuple[Archive | None, _View]:

@@ -21,16 +21,15 @@ _POLL_SECONDS = 0.01
 
 
 def save_if_furthest(
-    path: str, run: str, batches: int, save: Callable[[], object], seconds: float
+    path: str, token: str, batches: int, save: Callable[[], object], seconds: float
 ) -> bool:
     """Save unless another survivor has saved the same or a later state.
 
-    The lock file records which survivor has saved: the token of the run, and the number
-    of batches.
+    The lock file records what was saved: the token of the run, and the number of batches.
 
     Args:
         path: the path of the checkpoint.
-        run: the token of this run.
+        token: identifies this run, the same on all its ranks.
         batches: the number of batches that this rank has finished.
         save: writes the checkpoint.
         seconds: how long to wait for a rank that is saving.
@@ -44,7 +43,7 @@ def save_if_furthest(
     with open(lock_of(path), "a+b", buffering=0) as file:
         _lock(file, time.monotonic() + seconds)
         file.seek(0)
-        if _saved_batches(file.read(), run) >= batches:
+        if _saved_batches(file.read(), token) >= batches:
             return False
         try:
             save()
@@ -53,21 +52,26 @@ def save_if_furthest(
             raise
         with suppress(OSError):  # if nothing is recorded, another survivor saves again
             file.truncate(0)
-            file.write(f"{run} {batches}".encode())
+            file.write(f"{token} {batches}".encode())
         return True
 
 
-def has_saved(path: str, run: str) -> bool:
-    """Whether a survivor of this run has saved, as far as this host can see."""
+def has_saved(path: str, token: str) -> bool:
+    """Whether a survivor of the run has saved, as far as this host can see."""
     with suppress(OSError):
-        return _saved_batches(Path(lock_of(path)).read_bytes(), run) >= 0
+        return _saved_batches(Path(lock_of(path)).read_bytes(), token) >= 0
     return False
 
 
-def _saved_batches(content: bytes, run: str) -> int:
-    """Return the number of batches that a survivor of this run has saved, or -1."""
-    saved_run, _, batches = content.partition(b" ")
-    return int(batches) if saved_run == run.encode() and batches.isdigit() else -1
+def _saved_batches(content: bytes, token: str) -> int:
+    """Return the number of batches that a survivor of the run has saved, or -1.
+
+    Args:
+        content: the content of the lock file.
+        token: identifies the run.
+    """
+    token_of_file, _, batches = content.partition(b" ")
+    return int(batches) if token_of_file == token.encode() and batches.isdigit() else -1
 
 
 def lock_of(path: str) -> str:
@@ -80,6 +84,7 @@ def lock_of(path: str) -> str:
 
 
 def _lock(file: IO[bytes], deadline: float) -> None:
+    """Lock a file; raise a ``TimeoutError`` if another rank holds it until the deadline."""
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

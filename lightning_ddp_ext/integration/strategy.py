@@ -5,8 +5,8 @@ Collaborator      Its question
 ================  =================================================================
 ``_rendezvous``   How do the ranks connect?
 ``_files``        Where is the stop checkpoint?
-``_checkpoints``  What do all ranks do to save or restore? Has an exception ended the
-                  run?
+``_checkpoints``  What do all ranks do to save or restore? Do they still cooperate
+                  after a failure?
 ``_stops``        At which step do all ranks stop after a signal?
 ``_last_step``    Which rank saves the last finished step after a failure?
 ``_data``         What does each rank read (``uneven``, ``evaluation``), and where does
@@ -21,9 +21,8 @@ training and evaluation, and ``teardown``. Calls that every rank must make, such
 ``barrier``, first reduce the logged values that are queued, so that all ranks make
 their collectives in the same order.
 
-After an exception that ends the run, ranks need not make the same calls. Then ``barrier``
-and the methods of ``_checkpoints`` wait for no other rank; ``broadcast`` and decisions
-do so again once the exception has been handled, since they have to return a value.
+After an exception that ends the run, ranks need not make the same calls. ``cooperation``
+has the table of the calls that then still wait for other ranks.
 """
 
 from __future__ import annotations
@@ -221,7 +220,9 @@ class DDPExtStrategy(RankDevicesStrategy):
             resume_data=resume_data,
         )
         self._metrics = LoggedValues(self, self._checkpoints, self._data.evaluation)
-        self._last_step = LastStepSaver(self, self._files, self._stops, self._data.resume)
+        self._last_step = LastStepSaver(
+            self, self._files, self._checkpoints, self._stops, self._data.resume
+        )
         self._averaging = GradientAveraging(self)
 
     @property
@@ -308,7 +309,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def _restore_chosen_file(
         self, restore: Callable[..., None], path: PathOrUrl | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        self._checkpoints.restore(restore, self._files.chosen(path), *args, **kwargs)
+        self._checkpoints.restore(restore, self._files.file_to_restore(path), *args, **kwargs)
 
     # The Trainer's run.
 
@@ -448,12 +449,12 @@ class DDPExtStrategy(RankDevicesStrategy):
             RankAbsentError: a rank made a different collective call, skipped the
                 barrier, or did not call it within ``timeout``.
         """
-        # After an exception some ranks never call this, so a save must not wait here.
+        # After an exception, some ranks never call this, and a save must not wait for them.
         if self._checkpoints.is_interrupted:
             return
         self._metrics.flush()
         is_past_barrier = enter_call(f"barrier {name!r}" if name else "a barrier")
-        is_on_accelerator = self.root_device.type != "cpu"  # whose earlier work has to end
+        is_on_accelerator = self.root_device.type != "cpu"  # its earlier work also has to end
         if is_on_accelerator or not is_past_barrier:
             super().barrier(name, *args, **kwargs)
 
@@ -478,7 +479,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         enter_decision(caller)
         if all:
             # Lightning counts the ranks that agree, but an idle rank must not count. So
-            # all ranks agree if not any of them disagrees.
+            # all ranks agree unless any rank disagrees.
             decided = not super().reduce_boolean_decision(not decision, all=False)
         else:
             decided = super().reduce_boolean_decision(bool(decision), all=False)

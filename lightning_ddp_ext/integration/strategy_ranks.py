@@ -1,4 +1,4 @@
-"""Exchange values and errors between a strategy's ranks, and tell what they share."""
+"""Tell which ranks a strategy has, what they share, and whether their values can be used."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def check_received() -> None:
 def ranks_of(strategy: pl.strategies.Strategy) -> Ranks:
     """Return the ranks of a strategy, as this rank sees them.
 
-    A strategy of one rank may run in a process that is one of several ranks elsewhere.
+    A strategy of one rank may run in a process that is one of several ranks of another
+    strategy.
     """
     world_size = getattr(strategy, "world_size", 1) if dist.is_initialized() else 1
     rank = dist.get_rank() if world_size > 1 else 0
@@ -48,16 +49,16 @@ def ranks_of(strategy: pl.strategies.Strategy) -> Ranks:
 
 
 def _wait_at_end(context: ProcessContext, what: str) -> None:
-    """Wait until all ranks have the result, or until another rank fails.
+    """Wait until all ranks have the error of the work, or until another rank fails.
 
-    The error of the work is raised even then.
+    The caller raises the error of the work even then.
     """
     with suppress(RankFailedError):
         context.barriers.enter(f"the end of {what}", name=f"the end of {kind_of(what)}")
 
 
 def kind_of(work: str) -> str:
-    """Return the name of work that all ranks have in common.
+    """Return the first word of work, which is the same on all ranks.
 
     A path may follow it, which may differ by rank.
 
@@ -70,8 +71,9 @@ def kind_of(work: str) -> str:
 def may_have_partial_sums(strategy: pl.strategies.Strategy) -> bool:
     """Whether an abort of NCCL may have made an optimiser step use partial sums.
 
-    With NCCL, first wait for the devices, as copying the weights does, because an
-    optimiser step that is waiting there for a dead rank is aborted only later.
+    With NCCL, first wait for the devices, as copying the weights would. Until then, an
+    optimiser step may be queued behind a collective that a dead rank has left, and that is
+    aborted only later.
     """
     context = current()
     if context is None or not context.groups.uses_nccl:

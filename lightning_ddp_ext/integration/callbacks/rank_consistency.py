@@ -41,8 +41,12 @@ class RankConsistency(pl.Callback):
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
-        remedy = "pass every_n_steps=1 to check after each batch"
-        self.every_n_steps = integer(every_n_steps, "every_n_steps", at_least=1, remedy=remedy)
+        self.every_n_steps = integer(
+            every_n_steps,
+            "every_n_steps",
+            at_least=1,
+            remedy="pass every_n_steps=1 to check after each batch",
+        )
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

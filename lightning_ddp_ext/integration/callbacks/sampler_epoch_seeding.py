@@ -13,11 +13,11 @@ from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, sourc
 from lightning_ddp_ext.data.position import global_order_of
 from lightning_ddp_ext.data.random_state import seed_generators
 
-from ..data.loaders import TrainerLoaders
 from ..data.training_loaders import epoch_of
 from ..private.compat import active_loop_of, iterators_of
 from ..private.lightning_tree import RunningStage, pl
 from ..private.replaced_methods import Prepare, ReplacedMethods
+from ..strategy import DDPExtStrategy
 
 
 class SamplerEpochSeeding(pl.Callback):
@@ -52,9 +52,8 @@ class SamplerEpochSeeding(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        data = getattr(trainer.strategy, "_data", None)
-        if isinstance(data, TrainerLoaders):  # our strategy wraps the loaders itself
-            data.worker_seed = self.seed
+        if isinstance(trainer.strategy, DDPExtStrategy):  # it wraps the loaders itself
+            trainer.strategy._data.worker_seed = self.seed
         else:
             self._replaced.undo_all()
             self._replaced.prepare_loaders(trainer, by=partial(self._prepare, trainer))
@@ -67,7 +66,10 @@ class SamplerEpochSeeding(pl.Callback):
         shuffle: bool,
         stage: RunningStage,
     ) -> object:
-        """Return a stock strategy's loader, which starts an epoch when it is read."""
+        """Return a stock strategy's loader, wrapped so that reading it starts an epoch.
+
+        The other arguments are those of Lightning's method, which ``as_lightning`` calls.
+        """
         source = source_of(dataloader)
         if global_order_of(source) is None:
             source = as_lightning(source, shuffle, stage)
@@ -76,6 +78,10 @@ class SamplerEpochSeeding(pl.Callback):
     def _start_iterator(
         self, trainer: pl.Trainer, loader: DistributedLoader, iterator: LazyIterator
     ) -> Iterator[Any]:
+        """Return an iterator of the loader, after passing the epoch to what is inside.
+
+        Users' own iterators of a loader, beside the loop's, do not change its epoch.
+        """
         epoch = epoch_of(trainer)
         if any(iterator is other for other in iterators_of(active_loop_of(trainer))):
             loader.set_epoch(epoch, is_set_by_lightning=trainer.state.fn == "fit")

@@ -99,10 +99,17 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         """Read a checkpoint on all ``ranks``, or raise on all of them.
 
         Warn if checksums are missing. Collective.
+
+        Args:
+            path: the file.
+            ranks: the ranks that read.
+            map_location: takes precedence over this object's own, unless ``None``.
+            weights_only: takes precedence over this object's own, unless ``None``.
+            map_weights: see :func:`~lightning_ddp_ext.checkpoint.restore.restore`.
         """
-        arguments: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
-        passed = {name: value for name, value in arguments.items() if value is not None}
-        options = replace(self.load_options, **passed)
+        options = replace(
+            self.load_options, **given(map_location=map_location, weights_only=weights_only)
+        )
         restored = restore(locate(path), ranks, options, map_weights=map_weights)
         if ranks.world_size > 1:
             rank_zero_info(f"checkpoint {os.fspath(path)}: {restored.how}")
@@ -121,3 +128,8 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
             CheckpointError: the checkpoint could not be removed.
         """
         remove(path)
+
+
+def given(**arguments: Any) -> dict[str, Any]:
+    """Return the arguments that are not ``None``."""
+    return {name: value for name, value in arguments.items() if value is not None}

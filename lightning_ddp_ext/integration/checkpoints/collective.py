@@ -8,11 +8,9 @@ strategy.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.load import MapLocation
@@ -26,15 +24,16 @@ from lightning_ddp_ext.errors import (
 from lightning_ddp_ext.forced_exit import delaying_forced_exit
 from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
-from lightning_ddp_ext.rendezvous.runs import Run, current_run
+from lightning_ddp_ext.rendezvous.runs import Run
 from lightning_ddp_ext.supervision.failure import explain, may_be_echo
 from lightning_ddp_ext.supervision.stacks import call_site
 
+from ..cooperation import Cooperation, cooperation_of
 from ..private.compat import trainer_of
 from ..private.lightning_tree import TrainerStatus, fabric, pl, rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
 from ..strategy_ranks import kind_of, may_have_partial_sums, ranks_of
-from .checkpoint_io import RankZeroCheckpointIO
+from .checkpoint_io import RankZeroCheckpointIO, given
 from .kept_weights import may_be_kept
 
 AsyncCheckpointIO = pl.plugins.AsyncCheckpointIO
@@ -47,7 +46,7 @@ class Checkpoints:
     run, rank 0 works without the others, which may never make the next call.
 
     With Lightning's ``AsyncCheckpointIO``, a save continues in the background while the
-    Trainer trains. The next save, or the end, waits for it, and raises its error or
+    Trainer trains. The next save, or the end, waits for it, and then raises its error or
     removes the checkpoints that it replaces.
 
     Args:
@@ -62,12 +61,12 @@ class Checkpoints:
 
     def __init__(self, strategy: pl.strategies.Strategy, deadline: timedelta | None = None) -> None:
         self._strategy = strategy
-        self._deadline = deadline
+        # The time for which a save may delay the exit of this process.
+        self._seconds = 0.0 if deadline is None else deadline.total_seconds()
         self.run = None if deadline is None else Run(is_outermost=False)
-        # The file that :meth:`restore` is about to read, until :meth:`load` reads a file.
+        # The file that `restore` is about to read, until `load` reads any file.
         self._path_to_restore: str | None = None
-        self._has_written = False  # by the last save
-        # On rank 0, the files to remove if the save in the background succeeds.
+        # On rank 0, the files that the save in the background replaces, until it has ended.
         self._to_remove: list[PathOrUrl] = []
 
     def install(self, trainer: pl.Trainer, replaced: ReplacedMethods) -> None:
@@ -100,8 +99,8 @@ class Checkpoints:
             checkpoint: the content.
             path: the file.
             storage_options: passed to the ``checkpoint_io``.
-            add_states: called on each rank before the content is written, with whether
-                this rank saves alone.
+            add_states: called on each rank before the content is written; ``is_alone``
+                tells whether this rank saves without the others.
 
         Raises:
             CheckpointSaveError: an abort of NCCL may have made the weights wrong.
@@ -110,17 +109,23 @@ class Checkpoints:
         if may_have_partial_sums(self._strategy):
             self._refuse_to_save(path)
             return
-        self._has_written = False
-        write = partial(self._write, checkpoint, path, storage_options)
-        if self._is_alone:
+        has_written = False
+
+        def write() -> list[dict[str, Any]]:
+            nonlocal has_written
+            self._write(checkpoint, path, storage_options)
+            has_written = True
+            return self._records()
+
+        if self.cooperation <= Cooperation.NO_SAVES:
             self._save_alone(write, add_states)
             return
         try:
             add_states(is_alone=False)
             records = self.on_rank_zero(write, f"saving {os.fspath(path)}")
         except RankFailedError:
-            # As with stock, the file of `if trainer.is_global_zero:` after a fit is not lost.
-            if self._is_alone and not self._has_written:
+            # As with stock, a save in `if trainer.is_global_zero:` after a fit writes its file.
+            if self.cooperation <= Cooperation.NO_SAVES and not has_written:
                 self._save_alone(write, add_states)
             raise
         if not self._strategy.is_global_zero:
@@ -144,44 +149,42 @@ class Checkpoints:
             raise CheckpointSaveError(refusal, path=path)
         rank_zero_warn(refusal)
 
-    @property
-    def _callbacks(self) -> list[pl.callbacks.ModelCheckpoint]:
-        """The callbacks that save, if the Trainer still has this strategy."""
-        if getattr(self._trainer, "strategy", None) is not self._strategy:
-            return []
-        callbacks = self._trainer.checkpoint_callbacks
-        return [each for each in callbacks if isinstance(each, pl.callbacks.ModelCheckpoint)]
-
-    def _write(
-        self, checkpoint: dict[str, Any], path: PathOrUrl, storage_options: Any
-    ) -> list[dict[str, Any]]:
-        """Write a checkpoint, and return the callbacks' records of the best files."""
+    def _write(self, checkpoint: dict[str, Any], path: PathOrUrl, storage_options: Any) -> None:
+        """Write a checkpoint on this rank, or begin to, if the save goes on in the background."""
         self._wait()
-        own_io = self.foreground_io
-        io = self._strategy.checkpoint_io if self._is_in_background else own_io
-        seconds = 0.0 if self._deadline is None else self._deadline.total_seconds()
+        io = self._strategy.checkpoint_io if self._may_continue else self.foreground_io
         try:
-            with delaying_forced_exit(seconds):
+            with delaying_forced_exit(self._seconds):
                 io.save_checkpoint(checkpoint, path, storage_options=storage_options)
         except Exception:
             self.finish_earlier()  # so that a background error is not raised a second time
             raise
-        self._has_written = True
+
+    def _records(self) -> list[dict[str, Any]]:
+        """Return the ``ModelCheckpoint`` callbacks' records of the best files, on the CPU."""
         records = [pl.callbacks.ModelCheckpoint.state_dict(each) for each in self._callbacks]
         return fabric.utilities.move_data_to_device(records, "cpu")  # type: ignore[no-any-return]
+
+    @property
+    def _callbacks(self) -> list[pl.callbacks.ModelCheckpoint]:
+        """The Trainer's callbacks that save, if it has not been given another strategy."""
+        trainer = self._trainer
+        if trainer is None or trainer.strategy is not self._strategy:
+            return []
+        callbacks = trainer.checkpoint_callbacks
+        return [each for each in callbacks if isinstance(each, pl.callbacks.ModelCheckpoint)]
 
     def remove(self, path: PathOrUrl) -> None:
         """Remove a checkpoint on rank 0. Collective: every rank must call it."""
         if may_have_partial_sums(self._strategy):
             return  # the checkpoint that replaces it was not saved
-        if not self._is_in_background:
+        if not self._may_continue:
             io = self._strategy.checkpoint_io
-            self.on_rank_zero(
-                lambda: io.remove_checkpoint(path),
-                f"removing {os.fspath(path)}",
-            )
+            self.on_rank_zero(lambda: io.remove_checkpoint(path), f"removing {os.fspath(path)}")
         elif self._strategy.is_global_zero:
             self._to_remove.append(path)
+
+    # Saving in the background.
 
     def finish(self) -> None:
         """Wait until everything is saved and removed, or raise the error.
@@ -227,8 +230,8 @@ class Checkpoints:
         return inner
 
     @property
-    def _is_in_background(self) -> bool:
-        """Whether a save may go on after the call.
+    def _may_continue(self) -> bool:
+        """Whether a save may continue in the background after the call.
 
         A link needs its file, and outside of the Trainer's functions nothing would wait.
         """
@@ -238,6 +241,8 @@ class Checkpoints:
             return False
         callbacks = trainer.checkpoint_callbacks
         return all(getattr(callback, "save_last", None) != "link" for callback in callbacks)
+
+    # Working together.
 
     def on_rank_zero(self, work: Callable[[], Any], what: str) -> Any:
         """Run ``work`` on rank 0, and return its result on every rank.
@@ -269,7 +274,7 @@ class Checkpoints:
             if context is not None and self._ranks.world_size > 1:
                 context.barriers.enter(what, call_site(), name=kind_of(what))
             yield
-        except (DDPExtError, OSError):
+        except (DDPExtError, OSError):  # they name the rank or the file
             raise
         except Exception as error:
             if not may_be_echo(error):
@@ -295,36 +300,53 @@ class Checkpoints:
         try:
             read(self._path_to_restore, *args, **kwargs)
         finally:
-            self._path_to_restore = None  # :meth:`load` clears it only if the file was read
+            self._path_to_restore = None  # `load` clears it only if it was called
 
     def is_restoring(self, path: PathOrUrl) -> bool:
         """Whether the Trainer's own restore is about to read this file.
 
-        It reads the file before it calls any hook, so a later read is a user's.
+        The restore reads it before it calls any hook, so a later read is a user's.
         """
         return self._path_to_restore is not None and os.fspath(path) == self._path_to_restore
 
     def load(
         self, path: PathOrUrl, map_location: MapLocation = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint, on all ranks together in the Trainer's own restore.
+        """Read a checkpoint: in the Trainer's own restore on all ranks together, else alone.
 
-        Otherwise, this rank reads it alone, but if saves are in the background, all ranks
-        first wait for them together.
+        If saves are in the background, all ranks first wait for them together.
+
+        Raises:
+            CheckpointError: the file cannot be read, or the Trainer's own restore reads
+                one that was not saved by a Trainer.
         """
         is_restore = self.is_restoring(path)
         self._path_to_restore = None  # a hook that reads the file again does so alone
         self.finish()
         io = self.foreground_io
-        if not is_restore or not isinstance(io, RankZeroCheckpointIO):
-            arguments: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
-            passed = {name: value for name, value in arguments.items() if value is not None}
-            return type(io).load_checkpoint(io, path, **passed)  # the method may be replaced
+        if is_restore and isinstance(io, RankZeroCheckpointIO):
+            return self._load_together(io, path, map_location, weights_only)
+        # Not the object's method, which `install` may have replaced by this one.
+        return type(io).load_checkpoint(
+            io, path, **given(map_location=map_location, weights_only=weights_only)
+        )
+
+    def _load_together(
+        self,
+        io: RankZeroCheckpointIO,
+        path: PathOrUrl,
+        map_location: MapLocation,
+        weights_only: bool | None,
+    ) -> dict[str, Any]:
+        """Read a Trainer's checkpoint on all ranks. Collective."""
         with self._naming_absent_rank(f"reading {os.fspath(path)}"):
-            # Weights that are only copied into the model need not be read into memory.
-            only_copied = not may_be_kept(self._strategy.lightning_module, self._trainer)
             content = io.read(
-                path, self._ranks, map_location, weights_only, map_weights=only_copied
+                path,
+                self._ranks,
+                map_location,
+                weights_only,
+                # Weights that are only copied into the model need not be read into memory.
+                map_weights=not may_be_kept(self._strategy.lightning_module, self._trainer),
             )
         if not isinstance(content, dict) or "state_dict" not in content:
             raise CheckpointError(
@@ -334,7 +356,7 @@ class Checkpoints:
             )
         return content
 
-    # State of the strategy and the Trainer.
+    # State of the strategy and the Trainer, always the current one.
 
     @property
     def _ranks(self) -> Ranks:
@@ -345,35 +367,16 @@ class Checkpoints:
         return trainer_of(self._strategy.lightning_module)
 
     @property
-    def is_interrupted(self) -> bool:
-        """Whether an exception ended the Trainer's run.
+    def cooperation(self) -> Cooperation:
+        """How far this rank still cooperates with the others."""
+        return cooperation_of(self._trainer, self.run)
 
-        If every rank raised an exception, this is true until it is handled. After a stop
-        by a signal this is false, because all ranks still make the same calls.
-        """
-        trainer = self._trainer
-        if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
-            return False
-        context = current()
-        if self.run is None or context is None:
-            return True
-        return self.run.has_failed or context.peers.cause is not None
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether an exception ended the Trainer's run, so ranks may make different calls."""
+        return self.cooperation <= Cooperation.ONLY_VALUES
 
     @property
     def is_handling_exception(self) -> bool:
         """Whether an exception ended the run and has not been caught yet."""
-        return self.is_interrupted and sys.exc_info()[1] is not None
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether rank 0 saves without the other ranks.
-
-        This is so if the Trainer is interrupted, and after its run also if a rank has
-        exited, failed or made another call.
-        """
-        if self.is_interrupted:
-            return True
-        context = current()
-        if context is None or current_run() is not None:
-            return False
-        return context.peers.cause_or_departure is not None
+        return self.cooperation is Cooperation.NONE

@@ -1,4 +1,8 @@
-"""Whether someone may keep the weights of a file that the Trainer restores."""
+"""Tell whether a restore only copies a file's weights into the model.
+
+Weights that are only copied can stay mapped from the file. If a hook or module may also
+change or keep them, they are read into memory first.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,9 @@ from ..private.lightning_tree import pl
 def may_be_kept(module: pl.LightningModule | None, trainer: Any) -> bool:
     """Whether code other than torch's gets the file's weights before the model copies them.
 
-    It may read, change or keep them.
+    Args:
+        module: the module that is restored; ``None`` if it is not known.
+        trainer: the Trainer that restores it; ``None`` without one.
     """
     if module is None:
         return True
@@ -33,7 +39,7 @@ def _is_overridden(owner: Any, base: type, name: str) -> bool:
     Lightning's own subclasses count as well, since WeightAveraging keeps the weights.
     """
     method = getattr(owner, name)
-    function = getattr(method, "__func__", method)  # may also be an attribute of the object
+    function = getattr(method, "__func__", method)  # it may be an attribute of the object
     is_ours = str(getattr(function, "__module__", "")).startswith("lightning_ddp_ext.")
     return function is not getattr(base, name) and not is_ours
 
@@ -41,7 +47,8 @@ def _is_overridden(owner: Any, base: type, name: str) -> bool:
 def _may_keep(module: nn.Module) -> bool:
     """Whether a module does more than copy its entries from a state dict.
 
-    If torch renames one of these attributes, this is true, which is only slower.
+    Without a public name for these attributes, a missing one counts as true, which is
+    only slower.
     """
     load_method = getattr(type(module), "_load_from_state_dict", None)
     overrides_loading = not getattr(load_method, "__module__", "").startswith("torch.nn.")

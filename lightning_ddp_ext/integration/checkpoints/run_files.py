@@ -1,12 +1,8 @@
-"""Name the file that a fit saves when it ends early, and find the one that it continues.
+"""Find the file with which a run continues, and name the one that it saves if it ends early.
 
-Ownership is a path. Each fit of a command has a folder beside the Trainer's checkpoints::
-
-    <directory>/<command>-<number of the fit>[-<number of the SLURM job>]/<stop_checkpoint>
-
-``ckpt_path="last"`` means the newest file of this folder and of the places where the
-Trainer's own callbacks save. A SLURM job without a file in its folder continues with
-that of an earlier job of the same command. Other folders are left alone.
+``ckpt_path="last"`` means the newest of the stop checkpoints in the fit's folder (see
+``fit_folder``) and of the files that the Trainer's own callbacks save. A SLURM job
+without a file in its folder continues with that of an earlier job of the same command.
 
 Lightning looks for ``"last"`` before the ranks are connected. It gets a placeholder, and
 rank 0 searches for all ranks once they are connected.
@@ -14,11 +10,9 @@ rank 0 searches for all ranks once they are connected.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import secrets
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,26 +22,17 @@ from typing import Any
 from lightning_ddp_ext.checkpoint.location import PathOrUrl
 from lightning_ddp_ext.checkpoint.save import remove
 from lightning_ddp_ext.checkpoint.save_lock import lock_of
-from lightning_ddp_ext.data.proxy import copy_attributes
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.runs import current_run
 
 from ..private.compat import chosen_directory_of
 from ..private.lightning_tree import TrainerStatus, pl, rank_zero_info
-from ..start.slurm import is_requeued, job_id
+from ..start.slurm import is_requeued
+from .fit_folder import folder_of, folders_beside, stop_checkpoints_in
 from .stored_files import absolute, modification_times, names_in
 
 _PLACEHOLDER = "last.ckpt"  # never read
-# Environment variables that number the tasks of a job array.
-_TASKS = (
-    "SLURM_ARRAY_TASK_ID",
-    "PBS_ARRAY_INDEX",
-    "LSB_JOBINDEX",
-    "SGE_TASK_ID",
-    "JOB_COMPLETION_INDEX",
-)
-_FOLDER = re.compile(r"(?P<fit>.+-[0-9a-f]{8}-\d+)(-[\d_]+)?")
 _IN_A_HOOK = 0  # the number of each fit in a hook of another run
 # The number of fits that this process has begun, without those that a signal stopped.
 _fits_begun = 0
@@ -58,14 +43,12 @@ class Found:
     """What rank 0 found at the start of a run, the same on every rank.
 
     Attributes:
-        folder: the folder of the fit; ``None`` for one in a hook, which no run resumes.
         stop: the path of the stop checkpoint; ``None`` if none is saved.
         token: distinguishes the run from others that save to this path.
         last: the file with which the run continues, if it was searched and exists.
         obsolete: the modification times of the fit's stop checkpoints, by path.
     """
 
-    folder: str | None = None
     stop: str | None = None
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     last: str | None = None
@@ -73,13 +56,13 @@ class Found:
 
 
 class RunFiles:
-    """The stop checkpoint of a strategy's Trainer.
+    """The stop checkpoint of a strategy's Trainer, and the file with which a run continues.
 
     In a run, the methods are called in this order:
 
     1. :meth:`begin`, before the ranks connect
     2. :meth:`find`, on rank 0, for all ranks
-    3. :meth:`chosen`, on each rank, when the Trainer restores a file
+    3. :meth:`file_to_restore`, on each rank, before the Trainer restores a file
     4. :meth:`remove_obsolete`, on each rank, at the end
 
     Args:
@@ -87,7 +70,7 @@ class RunFiles:
             is placed in the folder of the fit, and a path is used as it is.
 
     Attributes:
-        found: the result of :meth:`find`.
+        found: the result of :meth:`find` in the current run, or in the last one.
     """
 
     def __init__(self, stop: PathOrUrl | None) -> None:
@@ -98,16 +81,15 @@ class RunFiles:
                 f' {stop!r}); for example, write stop_checkpoint="last.ckpt"'
             )
         self._stop = None if stop is None else os.fspath(stop)
-        self._is_path = bool(stop and os.path.dirname(stop))
-        self._fit_number = _IN_A_HOOK
-        self._asked: PathOrUrl | None = None  # the file that the user wants to resume from
         self.found = Found()
+        # The argument `ckpt_path` of the Trainer's function, in the current run or the last one.
+        self._ckpt_path: PathOrUrl | None = None
+        # The number of the last fit, which evaluations after it share.
+        self._fit_number = _IN_A_HOOK
 
     @contextmanager
     def begin(self, trainer: Any, args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-        """Number a fit in its script, and note whether it resumes.
-
-        A fit that a signal stops does not count, as it may be called again.
+        """Number a fit in its script, and note whether the run resumes; the run is the block.
 
         Args:
             trainer: the Trainer; ``None`` if a user starts ranks without one.
@@ -116,22 +98,21 @@ class RunFiles:
         Yields:
             the arguments, with a placeholder instead of ``"last"``.
         """
-        global _fits_begun
         if trainer is None:
             yield args
             return
         self.found = Found()
-        self._asked = next((each for each in args if isinstance(each, PathOrUrl)), None)
+        # Of the arguments of all these functions, only `ckpt_path` is a string or a path.
+        self._ckpt_path = next((each for each in args if isinstance(each, PathOrUrl)), None)
+        arguments = tuple(_PLACEHOLDER if _is_last(each) else each for each in args)
         is_fit = trainer.state.fn == "fit"
-        is_counted = is_fit and current_run() is None
-        _fits_begun += is_counted
+        if is_fit and current_run() is None:
+            with _next_fit() as self._fit_number:
+                yield arguments
+            return
         if is_fit:
-            self._fit_number = _fits_begun if is_counted else _IN_A_HOOK
-        try:
-            yield tuple(_PLACEHOLDER if _is_last(argument) else argument for argument in args)
-        except SystemExit:
-            _fits_begun -= is_counted
-            raise
+            self._fit_number = _IN_A_HOOK
+        yield arguments
 
     # Resuming.
 
@@ -139,65 +120,54 @@ class RunFiles:
         """Name the stop checkpoint, and find the file with which the run continues.
 
         Only rank 0 calls this, for all ranks. A requeued SLURM job continues with its own
-        file, unless another one is asked for.
+        file, unless the user passes another one.
 
         Raises:
             CheckpointError: a directory or store cannot be searched.
         """
-        folder = self._folder(trainer)
+        # No run resumes a fit in a hook, so it has no folder.
+        folder = None if self._fit_number == _IN_A_HOOK else folder_of(trainer, self._fit_number)
         stop = self._stop_path(folder)
-        if _is_last(self._asked):
-            own = self._own_files(folder, stop)
+        if _is_last(self._ckpt_path):
+            own = self._stop_checkpoints(folder, stop, or_of_other_jobs=True)
             last = _newest(own, trainer)
             rank_zero_info(f"ckpt_path='last' is {last}" if last else _none_found(folder, stop))
-        elif trainer.state.fn == "fit" and self._asked is None and is_requeued():
-            own = self._own_files(folder, stop)
-            own = {path for path in own if path == stop or os.path.dirname(path) == folder}
+        elif trainer.state.fn == "fit" and self._ckpt_path is None and is_requeued():
+            own = self._stop_checkpoints(folder, stop, or_of_other_jobs=False)
             last = next(iter(modification_times(own)), None)
         else:
-            return Found(folder, stop)
-        return Found(folder, stop, last=last, obsolete=modification_times(own))
+            return Found(stop)
+        return Found(stop, last=last, obsolete=modification_times(own))
 
-    def _folder(self, trainer: Any) -> str | None:
-        """Return the folder of the fit."""
-        if self._fit_number == _IN_A_HOOK:
-            return None
-        name = "-".join(filter(None, [_command(), str(self._fit_number), job_id()]))
-        return os.path.join(absolute(_directory_of(trainer)), name)
+    @property
+    def _is_path(self) -> bool:
+        """Whether the user chose a path for the stop checkpoint, and not a name."""
+        return bool(self._stop and os.path.dirname(self._stop))
 
     def _stop_path(self, folder: str | None) -> str | None:
+        """Return the path of the stop checkpoint, if one is saved."""
         if self._stop is None:
             return None
         if self._is_path:
             return absolute(self._stop)
         return None if folder is None else os.path.join(folder, self._stop)
 
-    def _own_files(self, folder: str | None, stop: str | None) -> set[str]:
-        """Return the stop checkpoints of the fit, of which some may be missing.
-
-        Without any in its folder, these are those of other SLURM jobs.
-        """
-        if self._is_path and stop is not None:
-            return {stop}
-        if folder is None or stop is None:
+    def _stop_checkpoints(
+        self, folder: str | None, stop: str | None, *, or_of_other_jobs: bool
+    ) -> set[str]:
+        """Return the stop checkpoints of the fit; the one at a path may be missing."""
+        if stop is None:
             return set()
-        directory, own = os.path.split(folder)
-        names = names_in(directory)
-        folders = [os.path.join(directory, name) for name in names if _fit_of(name) == _fit_of(own)]
-        files = {
-            os.path.join(each, name)
-            for each in folders
-            for name in names_in(each)
-            if not name.startswith(".")  # locks and unfinished files
-        }
-        return {path for path in files if os.path.dirname(path) == folder} or files
+        if self._is_path or folder is None:
+            return {stop}
+        return stop_checkpoints_in(folder, or_of_other_jobs=or_of_other_jobs)
 
-    def chosen(self, path: PathOrUrl | None) -> PathOrUrl | None:
-        """Return the file to restore, given the one that Lightning chose."""
-        is_ours = _is_last(self._asked) or self.found.last is not None
-        return self.found.last if is_ours else path
+    def file_to_restore(self, path: PathOrUrl | None) -> PathOrUrl | None:
+        """Return the file that rank 0 found, or the path that Lightning chose."""
+        is_searched = _is_last(self._ckpt_path) or self.found.last is not None
+        return self.found.last if is_searched else path
 
-    # Ending early, and finishing.
+    # Finishing.
 
     def remove_obsolete(self, trainer: Any) -> None:
         """Remove the stop checkpoints of a fit that continued from ``"last"`` and finished.
@@ -221,46 +191,23 @@ class RunFiles:
                     remove(os.path.dirname(path))
 
 
+@contextmanager
+def _next_fit() -> Iterator[int]:
+    """Number the fit in the block; one that a signal stops does not count.
+
+    The process may call it again.
+    """
+    global _fits_begun
+    _fits_begun += 1
+    try:
+        yield _fits_begun
+    except SystemExit:  # also StoppedException
+        _fits_begun -= 1
+        raise
+
+
 def _is_last(argument: Any) -> bool:
     return isinstance(argument, str) and argument == "last"
-
-
-def _command() -> str:
-    """Return a readable name and a hash of the running command.
-
-    They are the same from each working directory, and with and without the command's
-    option to resume.
-    """
-    script, *options = sys.argv or [""]
-    main = getattr(sys.modules["__main__"], "__file__", None) or ""
-    if os.path.basename(main) == os.path.basename(script):
-        script = main  # absolute, even if the program has changed its directory
-    words = [word for word in map(str, options) if word != "last" and "ckpt_path" not in word]
-    words += [os.environ.get(variable, "") for variable in _TASKS]
-    text = repr([os.path.realpath(script), *words]).encode(errors="surrogateescape")
-    return f"{Path(script).stem}-{hashlib.sha256(text).hexdigest()[:8]}"
-
-
-def _fit_of(name: str) -> str:
-    """Return the name of a folder without the job's number; empty for other names."""
-    folder = _FOLDER.fullmatch(name)
-    return "" if folder is None else folder["fit"]
-
-
-def _directory_of(trainer: Any) -> str:
-    """Return the directory of the Trainer's first checkpoint callback, if users chose it.
-
-    Loggers choose a new one for each run, so without a user's choice, the directory is
-    that of a Trainer without loggers.
-    """
-    callback = trainer.checkpoint_callback
-    chosen = getattr(callback, "dirpath", None)
-    if isinstance(callback, pl.callbacks.ModelCheckpoint):
-        undirected = copy_attributes(callback)
-        undirected.dirpath = None
-        if chosen and chosen == chosen_directory_of(undirected, trainer):  # in an earlier run
-            chosen = None
-    return str(chosen or os.path.join(trainer.default_root_dir, "checkpoints"))
 
 
 def _newest(own: set[str], trainer: Any) -> str | None:
@@ -296,12 +243,10 @@ def _none_found(folder: str | None, stop: str | None) -> str:
     lines = ["ckpt_path='last': no checkpoint yet"]
     if stop is not None:
         lines.append(f"if the run ends early, it saves {stop}, which the same command then finds")
-    if folder is not None:
-        directory, own = os.path.split(folder)
-        others = sorted(filter(_fit_of, names_in(directory) - {own}))
-        if others:
-            lines.append(
-                f"in {directory}, {listed(others)} belong to other commands or fits; pass the path"
-                " of a file in them to resume from it"
-            )
+    others = [] if folder is None else folders_beside(folder)
+    if folder is not None and others:
+        lines.append(
+            f"in {os.path.dirname(folder)}, {listed(others)} belong to other commands or fits; pass"
+            " the path of a file in them to resume from it"
+        )
     return "; ".join(lines)

@@ -1,7 +1,8 @@
 """Read and set the state of Lightning's objects that has no public name.
 
 Private attributes are read by :func:`private`, which reports a name that the installed
-Lightning lacks. If a name may be missing, the function that uses it says so.
+Lightning lacks. If a name may be missing, the function that uses it says so. The state of
+an interrupted step also follows from the traceback of the exception.
 """
 
 from __future__ import annotations
@@ -121,17 +122,26 @@ def is_in_optimizer_step(trainer: Any) -> bool:
     return bool(steps.ready > steps.completed)
 
 
+def batches_that_stepped_of(epoch_loop: Any) -> int:
+    """Return the number of optimiser steps, as Lightning's loggers count them."""
+    return int(private(epoch_loop, "_batches_that_stepped"))
+
+
+# The place in Lightning's training where an exception was raised.
+
+
 def is_in_closure(error: BaseException, trainer: Any) -> bool:
     """Whether an error was raised while a step first computed or clipped gradients.
 
-    The optimiser has not changed anything by then. An optimiser that calls its closure
-    several times may have done so before a later call.
+    The optimiser has not changed anything by then. One that calls its closure several
+    times, as LBFGS does, may have changed the weights before a later call.
     """
     progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer
     for frame, _ in traceback.walk_tb(error.__traceback__):
         function = frame.f_code.co_name
         module = str(frame.f_globals.get("__name__"))
         if function == "closure" and module.endswith(".automatic"):
+            # The closure has no result until its first call ends.
             return private(frame.f_locals["self"], "_result") is None
         if function == "_after_closure" and ".precision." in module:
             # Each call of the closure sets the gradients to zero.
@@ -142,7 +152,7 @@ def is_in_closure(error: BaseException, trainer: Any) -> bool:
 def is_in_batch_end(error: BaseException) -> bool:
     """Whether an error was raised between a training batch and the count of its step.
 
-    Lightning validates there.
+    Lightning validates in between.
     """
     return any(
         frame.f_code.co_name == "on_advance_end"
@@ -157,11 +167,6 @@ def is_in_tuner(error: BaseException) -> bool:
         ".pytorch.tuner." in str(frame.f_globals.get("__name__"))
         for frame, _ in traceback.walk_tb(error.__traceback__)
     )
-
-
-def batches_that_stepped_of(epoch_loop: Any) -> int:
-    """Return the number of optimiser steps, as Lightning's loggers count them."""
-    return int(private(epoch_loop, "_batches_that_stepped"))
 
 
 # Checkpoints.

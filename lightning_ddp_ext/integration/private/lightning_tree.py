@@ -2,8 +2,8 @@
 
 The tree is ``lightning.pytorch`` or ``pytorch_lightning``; see ``trees``. ``pl`` and
 ``fabric`` are its packages. The private names that this package uses are imported only
-here, without the leading underscore, and some public names for short. ``compat`` reads
-the private attributes of objects.
+here, without the leading underscore, and some public names, so that their uses are short.
+``compat`` reads the private attributes of objects.
 """
 
 from __future__ import annotations

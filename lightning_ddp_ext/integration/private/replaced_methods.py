@@ -10,7 +10,11 @@ broadcasting SIGTERM         it is a collective call before each batch
 ===========================  ========================================================
 
 The strategy's ``teardown`` restores them. Classes and modules are not changed. A
-warning that is not true of this run can also be hidden during it.
+warning that is not true of a run can also be hidden during it.
+
+A loader worker may get a pickled copy of a running Trainer, for example with the
+``collate_fn`` of a data module that refers to it. So everything here can be pickled, and
+the copy has Lightning's own methods.
 """
 
 from __future__ import annotations
@@ -31,9 +35,7 @@ Prepare = Callable[[Any, bool, RunningStage], Any]
 class Replacement:
     """A method that replaces another one on one object.
 
-    A copy of the object, also a pickled one, has the original method. A loader worker
-    gets such a copy, for example with the ``collate_fn`` of a data module, which refers
-    to its Trainer.
+    A copy of the object, also a pickled one, has the original method.
     """
 
     def __init__(self, owner: object, name: str, method: Callable[..., Any]) -> None:
@@ -46,20 +48,20 @@ class Replacement:
         return self._method(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _own_method, (self._owner, self._name)
+        return _original, (self._owner, self._name)
 
 
-def _own_method(owner: object, name: str) -> Any:
+def _original(owner: object, name: str) -> Any:
     """Return the method of an object's class, bound to it, even while it is replaced."""
     refuse_missing(type(owner), name)
     return partial(getattr(type(owner), name), owner)
 
 
-def _show_method_again(owner: object, name: str) -> None:
+def _restore_method(owner: object, name: str) -> None:
     vars(owner).pop(name, None)
 
 
-def _show_warning_again(hiding_filter: Any) -> None:
+def _show_warning(hiding_filter: Any) -> None:
     with suppress(ValueError):  # the user has reset all filters
         warnings.filters.remove(hiding_filter)  # type: ignore[attr-defined]
 
@@ -68,8 +70,7 @@ class ReplacedMethods:
     """Methods that are replaced on single objects, and restored together."""
 
     def __init__(self) -> None:
-        # Partials and no closures: a loader worker may get a copy of a running Trainer by
-        # pickle. A `Replacement` is pickled as the method that it replaces.
+        # What undoes each change of the current run. Partials, since closures cannot be pickled.
         self._undo: list[partial[None]] = []
 
     def replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
@@ -80,7 +81,7 @@ class ReplacedMethods:
         """
         refuse_missing(type(owner), name)
         setattr(owner, name, Replacement(owner, name, method))
-        self._undo.append(partial(_show_method_again, owner, name))
+        self._undo.append(partial(_restore_method, owner, name))
 
     def undo_all(self) -> None:
         """Restore the methods of all objects, and show hidden warnings again."""
@@ -93,7 +94,7 @@ class ReplacedMethods:
         Unlike ``catch_warnings``, this does not undo other changes of the filters.
         """
         warnings.filterwarnings("ignore", message)
-        self._undo.append(partial(_show_warning_again, warnings.filters[0]))
+        self._undo.append(partial(_show_warning, warnings.filters[0]))
 
     def prepare_loaders(
         self, trainer: Any, by: Callable[[Prepare, Any, bool, RunningStage], Any]
@@ -104,10 +105,10 @@ class ReplacedMethods:
         method, without a hook.
         """
         connector = private(trainer, "_data_connector")
-        own = _own_method(connector, "_prepare_dataloader")
+        original = _original(connector, "_prepare_dataloader")
 
         def as_lightning(loader: Any, shuffle: bool, stage: RunningStage) -> Any:
-            return own(loader, shuffle=shuffle, mode=stage)
+            return original(loader, shuffle=shuffle, mode=stage)
 
         def prepare(dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
             return by(as_lightning, dataloader, shuffle, mode)
@@ -120,8 +121,8 @@ class ReplacedMethods:
         ``restore`` gets Lightning's own method and its arguments.
         """
         connector = private(trainer, "_checkpoint_connector")
-        own = _own_method(connector, "_restore_modules_and_callbacks")
-        self.replace(connector, "_restore_modules_and_callbacks", partial(restore, own))
+        original = _original(connector, "_restore_modules_and_callbacks")
+        self.replace(connector, "_restore_modules_and_callbacks", partial(restore, original))
 
     def leave_signals_to_us(self, trainer: Any) -> None:
         """Leave signals to our own handlers.

@@ -18,7 +18,7 @@ from ..private.lightning_tree import (
     pl,
 )
 
-# srun sets this variable for the tasks that it starts.
+# The number of tasks that srun has started; only they have this variable.
 _TASKS_OF_STEP = "SLURM_STEP_NUM_TASKS"
 
 
@@ -26,6 +26,9 @@ class WorldEnvironment(LightningEnvironment):
     """The environment of processes whose launcher Lightning does not detect.
 
     Examples are MPI without mpi4py and a user's shell.
+
+    Attributes:
+        world: the place of this process among all ranks.
     """
 
     def __init__(self, world: World) -> None:

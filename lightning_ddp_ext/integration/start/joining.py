@@ -7,8 +7,7 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -46,8 +45,6 @@ from .environment import world_of
 
 INIT_TIMEOUT = timedelta(minutes=5)
 HEARTBEAT_TIMEOUT = timedelta(seconds=30)
-# The variables that a rank has from its launcher, except for RANK.
-RANK_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The variable with the file of rank 0's address, if this package chose the file.
 PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
@@ -55,7 +52,9 @@ PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 class Rendezvous:
     """Where and how the ranks of a strategy connect.
 
-    For the arguments, see ``DDPExtStrategy``.
+    A process that starts ranks calls :meth:`start_variables` before, or
+    :meth:`missing_variables` if another launcher has started them. Each rank then calls
+    :meth:`join`. For the arguments, see ``DDPExtStrategy``.
 
     Attributes:
         init_method: the argument or the variable ``DDPX_INIT_METHOD``; ``None`` if
@@ -80,7 +79,7 @@ class Rendezvous:
         self._init_timeout = to_timedelta(init_timeout, field="init_timeout") or INIT_TIMEOUT
         heartbeat = to_timedelta(heartbeat_timeout, field="heartbeat_timeout") or HEARTBEAT_TIMEOUT
         self.timeouts = Timeouts(heartbeat=heartbeat.total_seconds())
-        self._variables = variables_of(nccl, interface)
+        self._variables = variables_of(nccl, interface)  # of NCCL and gloo
 
     def start_variables(self, environment: ClusterEnvironment, num_nodes: int) -> dict[str, str]:
         """Return the variables that started ranks need to connect.
@@ -132,12 +131,12 @@ class Rendezvous:
         Raises:
             ConfigurationError: the init method or a variable of the environment is
                 invalid.
-            DDPExtError: the ranks did not connect; see :func:`process_context.join`.
+            DDPExtError: the ranks did not connect; see ``rendezvous.process_context.join``.
         """
         if launcher_of(os.environ) in (TORCHRUN, OPEN_MPI):
             stop_with_parent()  # other launchers stop their ranks themselves
         request = self._request(strategy)
-        # Connecting changes both.
+        # Read before the ranks connect, which changes both.
         is_first = current() is None
         hook = sys.excepthook
         session = start_session(without_limits(request) if is_debugged else request)
@@ -220,27 +219,6 @@ def _make_endpoint(
         store = connect_store(where.host, where.port, deadline)
         return StoreEndpoint(store, f"lightning_ddp_ext/{os.environ['TORCHELASTIC_RUN_ID']}")
     return TcpEndpoint(where, is_local=is_local)
-
-
-@contextmanager
-def environment_with(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set ``variables``, or remove those that are ``None``.
-
-    Restore them and all variables of a rank afterwards.
-    """
-    before = {name: os.environ.get(name) for name in ("RANK", *RANK_VARIABLES, *variables)}
-    _set_variables(variables)
-    try:
-        yield
-    finally:
-        _set_variables(before)
-
-
-def _set_variables(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
 
 
 def temporary_path() -> str:

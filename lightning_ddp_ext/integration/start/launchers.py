@@ -1,4 +1,9 @@
-"""Start this node's ranks with the variables that they need, and wait for them."""
+"""Start this node's ranks with the variables that they need, and wait for them.
+
+With ``start_method="popen"`` or under another launcher, the process that calls the
+Trainer is a rank itself (:class:`ScriptLauncher`). With the other start methods, it
+waits for processes that run a function (:class:`ProcessesLauncher`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,8 @@ import multiprocessing
 import os
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -48,8 +54,11 @@ from ..private.lightning_tree import (
 from ..stopping.last_step import LastStepSaver
 from ..stopping.stops import StoppedException
 from .environment import source_of
-from .joining import RANK_VARIABLES, Rendezvous, environment_with, temporary_path
+from .joining import Rendezvous, temporary_path
 
+# The variables that a rank has from its launcher, except for RANK.
+_RANK_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Exceptions that all ranks raise at the same point, so that no rank has failed.
 _HARMLESS = (TunerExitException, StoppedException)
 
 
@@ -74,11 +83,15 @@ class ScriptLauncher(SubprocessScriptLauncher):
     """Runs the script again for each of this node's other ranks.
 
     If another launcher has started the ranks, it starts none. A process starts ranks
-    only once; later Trainers in the script use the same ranks. In a run, this process
-    has the same variables as the others. After it, only ``LOCAL_RANK`` remains, because
-    it tells a stock strategy later in the script that the ranks exist. Unlike
-    Lightning's launcher, this one does not kill the other ranks as soon as one fails,
-    but only those that are still running after a time limit at exit, or after Ctrl-C.
+    only once; later Trainers in the script use the same ranks.
+
+    In a run, this process has the same variables as the others. After it, only
+    ``LOCAL_RANK`` remains, because it tells a stock strategy later in the script that
+    the ranks exist.
+
+    Unlike Lightning's launcher, this one does not kill the other ranks as soon as one
+    fails, but only those that are still running after a time limit at exit, or after
+    Ctrl-C.
     """
 
     def __init__(self, strategy: pl.strategies.DDPStrategy, parts: Collaborators) -> None:
@@ -94,10 +107,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
         )
         variables = self._variables_in_run(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
-        with environment_with(variables), self._parts.files.begin(trainer, args) as args:
+        with _environment_with(variables), self._parts.files.begin(trainer, args) as passed:
             return supervised(
                 function,
-                *args,
+                *passed,
                 harmless=_HARMLESS,
                 handler=sys._getframe(1),  # the Trainer's calling frame, which runs later hooks
                 save=self._parts.last_step.save,
@@ -106,6 +119,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     @property
     def _is_joint(self) -> bool:
+        """Whether the Trainer has several ranks."""
         return self.num_processes * self.num_nodes > 1
 
     def _variables_in_run(self, trainer: Any) -> Mapping[str, str | None]:
@@ -127,19 +141,21 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def _start_ranks(self, trainer: Any) -> Mapping[str, str | None]:
         """Start this node's other ranks, and return this process's variables in a run."""
         address = self._parts.rendezvous.start_variables(self.cluster_environment, self.num_nodes)
-        with environment_with({**address, LAUNCHER_PID: str(os.getpid())}):
+        with _environment_with({**address, LAUNCHER_PID: str(os.getpid())}):
             os.environ.pop("RANK", None)  # every started process would inherit a user's RANK
             self._call_children_scripts()  # sets variables even if it starts nothing
-            os.environ["LOCAL_RANK"] = "0"
-            variables = {**address, **{name: os.environ[name] for name in RANK_VARIABLES}}
+            of_rank = {name: os.environ[name] for name in _RANK_VARIABLES}
+        variables = {**address, **of_rank, "LOCAL_RANK": "0"}
         if not self._is_joint:
             return {**variables, "RANK": None}  # a user's, which is not that of this run
         if self.procs:
             os.environ["LOCAL_RANK"] = "0"  # also after the run, since the ranks still exist
-        limit = EXIT_WITHIN if rank_debugger_of(trainer) is None else NO_LIMIT.total_seconds()
+        is_debugged = rank_debugger_of(trainer) is not None
+        exit_within = NO_LIMIT.total_seconds() if is_debugged else EXIT_WITHIN
         save_within = self._parts.deadline.total_seconds()
-        # Exit handlers run in reverse order, so this one precedes the removal of files.
-        record_started(ChildScripts(list(self.procs), variables, limit, save_within))
+        # This registers an exit handler. Exit handlers run in reverse order, so it precedes
+        # the one that removes the file of `start_variables`.
+        record_started(ChildScripts(list(self.procs), variables, exit_within, save_within))
         return dict(variables)
 
 
@@ -169,8 +185,8 @@ class ProcessesLauncher(MultiProcessingLauncher):
     ) -> Any:
         """Start the ranks, wait for them, and give the Trainer rank 0's results.
 
-        Lightning's own method cannot be extended, because it calls nothing between
-        starting the processes and waiting.
+        This replaces Lightning's own method, which has no step between starting the
+        processes and waiting that could be overridden.
 
         Raises:
             ConfigurationError: this process is a rank already.
@@ -183,11 +199,11 @@ class ProcessesLauncher(MultiProcessingLauncher):
             self._environment, self._strategy.num_nodes
         )
         results = _Results(temporary_path())
-        with self._parts.files.begin(trainer, args) as args, environment_with(variables):
+        with self._parts.files.begin(trainer, args) as passed, _environment_with(variables):
             os.environ.pop("RANK", None)  # every started process would inherit a user's RANK
             os.environ["MASTER_ADDR"] = self._environment.main_address
             os.environ["MASTER_PORT"] = str(self._environment.main_port)
-            self._run_ranks(function, args, kwargs, trainer, results)
+            self._run_ranks(function, passed, kwargs, trainer, results)
         output = results.load()
         if trainer is None:
             return output
@@ -285,6 +301,27 @@ class ProcessesLauncher(MultiProcessingLauncher):
             raise
         finally:
             leave()
+
+
+@contextmanager
+def _environment_with(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables in the block, and remove those that are ``None``.
+
+    Restore them and all variables of a rank afterwards.
+    """
+    before = {name: os.environ.get(name) for name in ("RANK", *_RANK_VARIABLES, *variables)}
+    _set_variables(variables)
+    try:
+        yield
+    finally:
+        _set_variables(before)
+
+
+def _set_variables(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 def _environment_of(strategy: pl.strategies.DDPStrategy) -> ClusterEnvironment:

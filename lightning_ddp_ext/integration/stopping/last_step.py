@@ -1,9 +1,11 @@
 """Save the last finished optimiser step on this rank alone, after a failure.
 
-No step records anything for it. Weights and optimiser states are still those after the
-last finished step, unless an optimiser step was interrupted; only the state of the loops
-is moved to this step. Every rank whose run ends by an exception tries to save, and a
-lock lets one of them do so. Another one takes over if that rank is killed meanwhile.
+Nothing is recorded while steps run. After the exception, weights and optimiser states are
+still those after the last finished step, unless an optimiser step was interrupted; only
+the state of Lightning's loops has to be moved back to this step.
+
+Every rank whose run ends by an exception tries to save, and a lock lets one of them do
+so. If that rank is killed meanwhile, another one takes over.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from lightning_ddp_ext.forced_exit import delaying_forced_exit, print_in_time
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
 
+from ..checkpoints.collective import Checkpoints
 from ..checkpoints.run_files import RunFiles
 from ..data.loop_state import Restart, complete_batch, find_restart
 from ..data.resume import KEY, Resume
@@ -52,9 +55,9 @@ class _LastStep:
     """The point after the last finished step.
 
     Attributes:
-        loops: the state of the loops at this point.
+        loops: the state of the fit loop at this point.
         restart: where training continues.
-        batches: the number of batches that were trained on.
+        batches: the number of batches that were trained on until then, in all epochs.
     """
 
     loops: dict[str, Any]
@@ -65,73 +68,82 @@ class _LastStep:
 class LastStepSaver:
     """Saves the last finished optimiser step of a fit that an exception ends.
 
+    In a fit, :meth:`start` is called first, :meth:`save` if an exception ends it, and
+    :meth:`end` in the teardown.
+
     Args:
         strategy: our strategy.
         files: the strategy's files.
+        checkpoints: the strategy's checkpoints, whose background saves end first.
         stops: the strategy's stop controller, which has the deadline and knows the
-            weights.
+            training progress.
         resume: knows the position in the training data.
     """
 
     def __init__(
-        self, strategy: RankDevicesStrategy, files: RunFiles, stops: StopController, resume: Resume
+        self,
+        strategy: RankDevicesStrategy,
+        files: RunFiles,
+        checkpoints: Checkpoints,
+        stops: StopController,
+        resume: Resume,
     ) -> None:
         self._strategy = strategy
         self._files = files
+        self._checkpoints = checkpoints
         self._stops = stops
         self._resume = resume
-        self._path: str | None = None  # of the checkpoint, in a fit whose last step may be saved
-        self._opened = ExitStack()  # delays a forced exit
+        # Time for this rank to save and exit after a failure.
+        self._seconds = stops.deadline.total_seconds()
+        # From `start` to `end`, in a fit whose last step is saved: the file, and a delay
+        # of a forced exit.
+        self._path: str | None = None
+        self._delay = ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what spawned ranks need, without the state of this process."""
-        return {**vars(self), "_path": None, "_opened": ExitStack()}
+        return {**vars(self), "_path": None, "_delay": ExitStack()}
 
     def start(self) -> None:
-        """Save the last step of the fit from now on, if the Trainer runs one."""
+        """Save the last step from now on, if the Trainer runs a fit."""
         self.end()
         stop = self._files.found.stop
         if current() is None or self._strategy.current_trainer.state.fn != "fit" or stop is None:
             return
         self._path = stop
-        self._opened.enter_context(
-            delaying_forced_exit(self._seconds, "save the last step", is_needed=self._has_step)
+        self._delay.enter_context(
+            delaying_forced_exit(self._seconds, "save the last step", is_needed=self._loses_step)
         )
 
     def end(self) -> None:
         """Save nothing from now on."""
         self._path = None
-        self._opened.close()
+        self._delay.close()
 
-    def _has_step(self) -> bool:
-        """Whether a forced exit would lose a step. Called in another thread.
+    def _loses_step(self) -> bool:
+        """Whether a forced exit would lose a step. Called in the thread that would exit.
 
         Only another rank's failure makes the main thread raise and then save.
         """
-        path = self._path
+        path = self._path  # the main thread may set it to None meanwhile
         context = current()
         cause = None if context is None else context.peers.cause
         if path is None or cause is None or cause.who.rank == self._strategy.global_rank:
             return False
         return self._stops.weights.has_trained and not has_saved(path, self._files.found.token)
 
-    @property
-    def _seconds(self) -> float:
-        """The time for this rank to save and exit after a failure."""
-        return self._stops.deadline.total_seconds()
-
     def save(self, exception: BaseException) -> None:
         """Save the last finished step, or print why it cannot be saved.
 
-        Each rank calls this by itself. It does nothing if another rank has saved this
-        step, before training, and after Ctrl-C, which asks for an immediate exit.
+        Each rank calls this alone. It does nothing before training, after the ranks have
+        saved together, and after Ctrl-C, which asks for an immediate exit.
 
         Args:
             exception: the exception that ends this rank's run.
         """
         path = self._path
-        is_training = self._stops.weights.is_training and not self._stops.has_saved
-        if path is None or not is_training or isinstance(exception, KeyboardInterrupt):
+        may_have_step = self._stops.weights.is_training and not self._stops.has_saved
+        if path is None or not may_have_step or isinstance(exception, KeyboardInterrupt):
             return
         try:
             with delaying_forced_exit(self._seconds):
@@ -144,7 +156,9 @@ class LastStepSaver:
             print_in_time(f"[rank {self._strategy.global_rank}] {line}\n")
 
     def _save(self, path: str, exception: BaseException) -> str:
-        """Save the last step, and return what to print; empty if another rank saved it.
+        """Save the last step, and return what to print.
+
+        That is nothing if another rank has saved this step or a later one.
 
         Raises:
             Refused: the step cannot be saved.
@@ -193,30 +207,31 @@ class LastStepSaver:
         return None
 
     def _write(self, path: str, step: _LastStep) -> None:
+        """Write the checkpoint in the foreground, after the saves in the background."""
         checkpoint = _checkpoint_of(step, self._strategy.current_trainer)
         ranks = [self._resume.state_at(step.restart, None)]
         checkpoint[KEY] = self._resume.make_section(step.restart, ranks)
-        self._stops.finish_earlier_saves().save_checkpoint(checkpoint, path)
+        self._checkpoints.finish_earlier()
+        self._checkpoints.foreground_io.save_checkpoint(checkpoint, path)
 
 
 def _find_last_step(trainer: Any, exception: BaseException) -> _LastStep:
     """Find the point after the last finished step, without changing the Trainer."""
     loops = copy.deepcopy(trainer.fit_loop.state_dict())
     batch = loops["epoch_loop.batch_progress"]
-    current_batch = batch["current"]
-    done = current_batch["processed"]
+    done = batch["current"]["processed"]  # of the epoch's batches
     accumulated = trainer.accumulate_grad_batches
-    is_over = current_batch["ready"] == current_batch["completed"]
+    is_between_batches = batch["current"]["ready"] == batch["current"]["completed"]
     stepped = batches_that_stepped_of(trainer.fit_loop.epoch_loop)
-    if is_over and not is_in_batch_end(exception):
-        # Lightning has counted the step of this batch.
-        stepped -= int(batch["is_last_batch"] or done % accumulated == 0)
+    completes_step = batch["is_last_batch"] or done % accumulated == 0
+    if completes_step and is_between_batches and not is_in_batch_end(exception):
+        stepped -= 1  # Lightning has counted the step of the last batch
     stopped = complete_batch(
         loops,
         accumulated=accumulated,
         stepped=stepped,
         validates=validates_next(trainer),
-        has_validated=is_over and not trainer.validating,
+        has_validated=is_between_batches and not trainer.validating,
     )
     restart = find_restart(
         loops,
@@ -243,8 +258,8 @@ def _checkpoint_of(step: _LastStep, trainer: Any) -> dict[str, Any]:
 def _forget_missing_files(state: dict[str, Any]) -> None:
     """Drop missing files from a ``ModelCheckpoint``'s state.
 
-    Rank 0 may have been writing such a file when it died. With its next file, the
-    callback finds the best and the worst one again.
+    Rank 0 may have been writing such a file when it died. When the callback saves its
+    next file, it determines the best and the worst one again.
     """
     scores = state.get("best_k_models", {})
     state["best_k_models"] = {path: scores[path] for path in scores if not _is_missing(path)}
@@ -254,5 +269,6 @@ def _forget_missing_files(state: dict[str, Any]) -> None:
 
 
 def _is_missing(path: str) -> bool:
+    """Whether a local file is missing in a directory that this host sees."""
     local = locate(path).local if path else None
     return local is not None and local.parent.is_dir() and not local.exists()

@@ -1,10 +1,11 @@
 """Stop a Trainer on all ranks after the same step, when one receives a signal.
 
 1. :meth:`StopController.attach` installs signal handlers at the start of a run.
-2. A signal on any rank requests a stop from ``supervision.graceful_stop``.
-3. At each stop point (``before_batch``, called by the iterator over the training data, and
-   ``at_step`` and the ends, called by the strategy's hooks), each rank asks whether all
-   have agreed to stop there. If so, they save and raise :class:`StoppedException`.
+2. A signal to any rank requests a stop from ``supervision.graceful_stop``, which lets all
+   ranks agree on a stop point.
+3. Each rank passes the same stop points. The iterator over the training data calls
+   :meth:`~StopController.before_batch`; the strategy's hooks call the others. Where all
+   ranks have agreed to stop, they save and raise :class:`StoppedException`.
 4. :meth:`StopController.detach` restores the handlers after the run.
 """
 
@@ -12,9 +13,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning_ddp_ext.rendezvous.runs import Run, current_run
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
@@ -24,13 +24,11 @@ from lightning_ddp_ext.supervision.signals import StopSignals, status_of
 from ..checkpoints.collective import Checkpoints
 from ..checkpoints.run_files import RunFiles
 from ..data.loop_state import Stopped
-from ..private.compat import (
-    treat_next_exception_as_stop,
-)
-from ..private.lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
+from ..private.compat import treat_next_exception_as_stop
+from ..private.lightning_tree import TrainerStatus, pl, rank_zero_info
 from ..private.replaced_methods import ReplacedMethods
 from ..start.devices import RankDevicesStrategy
-from ..start.slurm import is_preempted, requeue
+from ..start.slurm import needs_requeue, requeue, requeue_signal_of
 from .training_weights import TrainingWeights
 
 # torchrun kills ranks 30 s after its SIGTERM. Elsewhere the time is a setting of the system,
@@ -58,19 +56,21 @@ class StoppedException(pl.utilities.exceptions.SIGTERMException):
 class StopController:
     """Stops a strategy's Trainer on all ranks after a signal to any rank.
 
+    All methods are called in the main thread, except for ``_acknowledge``.
+
     Args:
         strategy: our strategy.
         files: the strategy's files, of which the stop checkpoint is saved.
-        checkpoints: the strategy's checkpoints, which follow the Trainer's run.
+        checkpoints: the strategy's checkpoints, which get each run that is attached.
         deadline: time for all ranks to exit after a signal.
 
     Attributes:
         deadline: the argument.
-        weights: tells whether the module has the weights that this run trains, or a
-            hook has swapped others in.
-        stopped: the stop point at which all ranks are stopping, recorded in the
-            checkpoint; otherwise ``None``.
-        has_saved: whether the ranks have saved the stop checkpoint together.
+        weights: the training progress of the current run.
+        stopped: the stop point at which all ranks are stopping in the current run,
+            recorded in the checkpoint; ``None`` if they are not, or at the run's end.
+        has_saved: whether the ranks have saved the stop checkpoint of the current run
+            together.
     """
 
     def __init__(
@@ -84,13 +84,14 @@ class StopController:
         self._files = files
         self._checkpoints = checkpoints
         self.deadline = deadline
+        # Of the current run, or of the last one: `attach` sets them all.
         self.weights = TrainingWeights()
         self.stopped: Stopped | None = None
         self.has_saved = False
-        # Of the current run, or of the last one.
         self._trainer: Any = None
         self._run = Run(is_outermost=False)
-        self._stop: GracefulStop | None = None  # while this run handles signals
+        # From `attach` to `detach`, if this run handles signals.
+        self._stop: GracefulStop | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what spawned ranks need, without the state of this process."""
@@ -119,26 +120,26 @@ class StopController:
         replaced.leave_signals_to_us(trainer)
         if run.is_outermost:
             self._stop = GracefulStop(session, self.deadline, self._acknowledge)
-            handled = [signal.SIGTERM, signal.SIGINT, self._requeue_signal]
+            requeue_signal = requeue_signal_of(self._strategy.cluster_environment)
+            handled = [signal.SIGTERM, signal.SIGINT, requeue_signal]
             self._stop.signals.install(*filter(None, handled))
 
     def detach(self) -> None:
         """Restore the signal handlers after the Trainer's run."""
-        if self._trainer is None:
-            return
         has_failed = self._run.has_failed
         self._run.has_failed = False  # the Trainer has handled the exception
         stop = self._stop
+        if stop is None:
+            return
         self._stop = None
-        if stop is not None:
-            stop.end()
-            if not has_failed:
-                self._pass_on_late_signal(stop.signals)
+        stop.end()
+        if not has_failed:
+            self._pass_on_late_signal(stop.signals)
 
     def _pass_on_late_signal(self, signals: StopSignals) -> None:
         """Pass a signal that arrived after the last stop point to the earlier handler.
 
-        A user's handler was called when the signal arrived. After a stop,
+        If that is a user's handler, it was called when the signal arrived. After a stop,
         :class:`StoppedException` ends the process.
         """
         is_stopped = self._trainer.state.status == TrainerStatus.INTERRUPTED
@@ -146,7 +147,7 @@ class StopController:
             os.kill(os.getpid(), signals.received)
 
     def _acknowledge(self, request: StopRequest) -> None:
-        """Log the signal immediately.
+        """Log the signal immediately, in a thread of rank 0.
 
         A step may take a long time, and users might otherwise press Ctrl-C again.
         """
@@ -156,15 +157,17 @@ class StopController:
             stop += "; press Ctrl-C again to exit immediately without saving"
         rank_zero_info(f"{request}: the ranks will finish the current step{stop}")
 
-    # Stop points.
+    # Stop points. Every rank passes the same ones in the same order.
 
     def before_batch(self) -> None:
         """Stop between two training batches, if the ranks have agreed to."""
-        self._stop_if_agreed(lambda stop: stop.at_point(), "batch")
+        if self._stop is not None:
+            self._stop_if_agreed(self._stop.at_point(), "batch")
 
     def at_step(self) -> None:
         """Stop before a step of an evaluation, if the ranks have agreed to."""
-        self._stop_if_agreed(lambda stop: stop.at_step(self._may_stop), "validation")
+        if self._stop is not None:
+            self._stop_if_agreed(self._stop.at_step(self._may_stop), "validation")
 
     def at_end_of_evaluation(self) -> None:
         """Stop after an evaluation outside of training, if the ranks have agreed to."""
@@ -172,22 +175,9 @@ class StopController:
             self.at_end()
 
     def at_end(self) -> None:
-        """Stop at the end of the Trainer's run, if the ranks have agreed to."""
-        self._stop_if_agreed(lambda stop: stop.at_last_point())
-
-    def _stop_if_agreed(
-        self, decide: Callable[[GracefulStop], StopRequest | None], where: Stopped | None = None
-    ) -> None:
-        """Save and stop, if the ranks have agreed to stop at this point.
-
-        Args:
-            decide: returns the request if they have.
-            where: the point, as the checkpoint records it.
-        """
-        request = None if self._stop is None else decide(self._stop)
-        if request is not None:
-            self.stopped = where
-            self._save_and_stop(request)
+        """Stop at the end of the Trainer's run, if the ranks have agreed to. Collective."""
+        if self._stop is not None:
+            self._stop_if_agreed(self._stop.at_last_point(), None)
 
     def _may_stop(self) -> bool:
         """Whether a checkpoint would contain the training weights, according to rank 0.
@@ -202,20 +192,29 @@ class StopController:
             )
         return may_stop
 
-    def _save_and_stop(self, request: StopRequest) -> NoReturn:
-        """Save and log, requeue the job if it has to be, and raise. Collective."""
-        requeues = self._trainer.is_global_zero and self._requeues(request)
-        saved = "nothing to save yet"
-        if self.weights.has_trained:
-            saved = self._save()
+    def _stop_if_agreed(self, agreed: StopRequest | None, point: Stopped | None) -> None:
+        """Save, requeue the job if it has to be, and raise, if the ranks have agreed to stop.
+
+        Collective if they have.
+
+        Args:
+            agreed: the request if all ranks stop here, and otherwise ``None``.
+            point: the stop point, as the checkpoint records it.
+        """
+        if agreed is None:
+            return
+        self.stopped = point
+        environment = self._strategy.cluster_environment
+        requeues = self._trainer.is_global_zero and needs_requeue(environment, agreed.signum)
+        saved = self._save() if self.weights.has_trained else "nothing to save yet"
         self._checkpoints.finish()
-        rank_zero_info(f"{request}: all ranks stop {self._describe_point()}; {saved}")
+        rank_zero_info(f"{agreed}: all ranks stop {self._describe_point()}; {saved}")
         if requeues:
             for logger in self._trainer.loggers:
                 logger.finalize("finished")
-            rank_zero_info(requeue())
+            rank_zero_info(requeue())  # last, because SLURM may end this process meanwhile
         treat_next_exception_as_stop(self._trainer)
-        raise StoppedException(request.signum)
+        raise StoppedException(agreed.signum)
 
     def _describe_point(self) -> str:
         if self._trainer.state.fn != "fit":
@@ -229,7 +228,7 @@ class StopController:
         path = self._files.found.stop
         if path is None:
             return "nothing is saved (stop_checkpoint=None)"
-        self.finish_earlier_saves()
+        self._checkpoints.finish_earlier()
         self._trainer.save_checkpoint(path)
         self.has_saved = True
         remedy = (
@@ -237,31 +236,3 @@ class StopController:
             " as ckpt_path"
         )
         return f"saved to {path}; {remedy}"
-
-    def finish_earlier_saves(self) -> pl.plugins.CheckpointIO:
-        """Wait for this rank's saves, whose errors must not prevent the next one.
-
-        Return the IO that writes it in the foreground.
-        """
-        self._checkpoints.finish_earlier()
-        return self._checkpoints.foreground_io
-
-    # SLURM.
-
-    @property
-    def _requeue_signal(self) -> signal.Signals | None:
-        """SLURM's signal before a time limit, if Lightning requeues the job after it."""
-        environment = self._strategy.cluster_environment
-        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-            return environment.requeue_signal
-        return None
-
-    def _requeues(self, request: StopRequest) -> bool:
-        """Whether the job has to be requeued.
-
-        SLURM does not requeue a preempted job that exits within its grace time.
-        """
-        if self._requeue_signal is None:
-            return False
-        is_before_time_limit = request.signum == self._requeue_signal
-        return is_before_time_limit or (request.signum == signal.SIGTERM and is_preempted())

@@ -1,4 +1,8 @@
-"""Check whether a module has its training weights, or a hook has swapped others in."""
+"""Tell whether a checkpoint would contain training progress, in the training's own weights.
+
+A validation may swap other weights in, as ``EMAWeightAveraging`` does. A checkpoint that is
+saved then would continue with these.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ _MODULES_HOOK = "on_validation_model_eval"
 
 
 class TrainingWeights:
-    """The weights of a Trainer's run, from before a validation that may swap them.
+    """The weights that one run of a Trainer trains.
 
     Attributes:
         batches_before: the number of batches that were trained on before this run.
@@ -25,7 +29,8 @@ class TrainingWeights:
     def __init__(self) -> None:
         self.batches_before = 0
         self._trainer: Any = None  # once training has started
-        self._recorded: list[int] | None = None  # checksums, during a validation
+        # Checksums of the weights, during a validation that may swap others in.
+        self._recorded: list[int] | None = None
 
     def on_train_start(self, trainer: Any) -> None:
         """Record how many batches were trained on before this run."""
@@ -39,14 +44,17 @@ class TrainingWeights:
 
     @property
     def has_trained(self) -> bool:
-        """Whether training has made progress that can be saved."""
+        """Whether training has made progress: this run has finished a batch."""
         if self._trainer is None:
             return False
         batches = self._trainer.fit_loop.epoch_loop.batch_progress.total.processed
         return bool(batches > self.batches_before)
 
     def before_validation(self, trainer: Any) -> None:
-        """Record the weights, if a hook may swap others in during validation."""
+        """Record the weights, if a hook may swap others in during validation.
+
+        Further loaders of the same validation change nothing.
+        """
         if self.has_trained and self._recorded is None and _may_swap(trainer):
             self._recorded = _checksums(trainer.lightning_module)
 
@@ -55,15 +63,14 @@ class TrainingWeights:
         self._recorded = None
 
     def match(self, module: torch.nn.Module) -> bool:
-        """Whether the Trainer's module has the recorded weights, if any are recorded."""
+        """Whether the Trainer's module has the weights that this run trains."""
         return self._recorded is None or self._recorded == _checksums(module)
 
 
 def _may_swap(trainer: Any) -> bool:
-    """Whether a hook may swap other weights in during validation.
+    """Whether the module or a callback has a hook that may swap weights in.
 
-    ``EMAWeightAveraging`` does so. The excluded callbacks also have such hooks, but leave
-    the weights alone.
+    The excluded callbacks also have such hooks, but leave the weights alone.
     """
     is_overridden = pl.utilities.model_helpers.is_overridden
     callbacks = [
