@@ -20,7 +20,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor
@@ -32,7 +31,7 @@ from lightning_ddp_ext import (
     SyncBatchNorm,
     gather_predictions,
 )
-from tests.batchnorm.test_layer import Way, all_deviations
+from tests.batchnorm.test_joined_batch import Way, all_deviations
 from tests.gpu.conftest import (
     GPU,
     IS_GPU,
@@ -83,7 +82,7 @@ def run_all_stages(
         "sync_batchnorm": synchronises,
     }
     placement.trainer(directory, kind, **options).fit(model)
-    assert dist.get_backend() == placement.backend
+    assert torch.distributed.get_backend() == placement.backend
 
     trainer = placement.trainer(directory, kind, max_epochs=3, **options)
     trainer.fit(model, ckpt_path=saver.last_model_path)
