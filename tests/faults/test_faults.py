@@ -25,7 +25,6 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed.run
-from torch import Tensor
 
 from tests.faults import train
 from tests.faults.train import LIMITS, STEPS
@@ -44,12 +43,11 @@ SECONDS_TO_TRAIN = 240.0  # until all ranks report that they train
 SECONDS_TO_DUMP = 60.0
 
 FaultKind = Literal["kill", "raise", "cut", "stop", "term"]
-Launcher = Literal["launcher"]
 # How ranks are started: by hand, by a script that is rank 0 (popen), or by a process
 # that is not a rank itself.
 Start = Literal["by hand", "by hand, two hosts", "popen", "torchrun", "fork", "spawn"]
 
-LAUNCHER: Launcher = "launcher"
+LAUNCHER = "launcher"  # the process that starts the ranks, as the target of a fault
 TWO_HOSTS: Start = "by hand, two hosts"
 BY_HAND: tuple[Start, ...] = ("by hand", TWO_HOSTS)
 LAUNCHED: tuple[Start, ...] = ("torchrun", "fork", "spawn")
@@ -63,7 +61,7 @@ SIGNALS: dict[FaultKind, int] = {
 # raises or the process ends; what then runs, and the end of the process, each have the
 # deadline of a save.
 TO_END = 2 * LIMITS["save_deadline"]
-BOUNDS: dict[FaultKind | Launcher, float] = {
+BOUNDS: dict[FaultKind | str, float] = {
     "kill": 3 + TO_END,
     "raise": 30 + TO_END,
     "cut": LIMITS["heartbeat_timeout"] + 3 + TO_END,
@@ -83,7 +81,7 @@ class Fault:
     """
 
     kind: FaultKind
-    target: int | Launcher
+    target: int | str
     after: float
 
     @property
@@ -222,7 +220,8 @@ def strike_and_wait(case: Case, directory: Path, hosts: Network | None) -> Endin
             else:
                 run.signal(run.pid_of(fault.target), SIGNALS[fault.kind])
         late = run.wait_for_ranks()
-        run.kill_stopped()
+        for pid in run.stopped:
+            run.signal(pid, signal.SIGKILL)
         outcomes = [] if late else processes.wait()
         written = "".join(outcome.output for outcome in outcomes)
         return Ending(late, outcomes, train.output_in(directory) + written)
@@ -250,7 +249,7 @@ class Run:
         for pid in set(self.ranks.values()) - self.descriptors.keys():
             self.descriptors[pid] = os.pidfd_open(pid)
 
-    def pid_of(self, target: int | Launcher) -> int:
+    def pid_of(self, target: int | str) -> int:
         return self.launcher if target == LAUNCHER else self.ranks[target]
 
     def signal(self, pid: int, signum: int) -> None:
@@ -282,10 +281,6 @@ class Run:
             for descriptor in connection.wait(list(running), deadline - time.monotonic()):
                 del running[descriptor]
         return set(running.values())
-
-    def kill_stopped(self) -> None:
-        for pid in self.stopped:
-            self.signal(pid, signal.SIGKILL)
 
     def close(self) -> None:
         for pid, descriptor in self.descriptors.items():
@@ -369,7 +364,7 @@ def step_of(path: Path) -> int | None:
 
 def run_again(
     rank: int, world_size: int, directory: Path, is_background: bool, max_epochs: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Continue on one of the ranks until ``max_epochs``; return how often each sample was
     read, and the steps.
     """

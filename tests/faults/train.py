@@ -16,7 +16,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -93,7 +92,7 @@ def train(
     strategy.
     """
     L.seed_everything(8 if any(directory.rglob("*.ckpt")) else 7, verbose=False)
-    io = AsyncCheckpointIO(TellingIO()) if is_background else TellingIO()
+    io = L.pytorch.plugins.AsyncCheckpointIO(TellingIO()) if is_background else TellingIO()
     saver = RankZeroCheckpoint(directory, "{step}", every_n_train_steps=3, save_last=True)
     trainer = make_trainer(
         DDPExtStrategy(checkpoint_io=io, **LIMITS, **options),

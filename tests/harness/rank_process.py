@@ -105,13 +105,24 @@ def _pickle_with_cause(error: BaseException) -> bytes:
     return pickled
 
 
-@dataclass(frozen=True)
-class RankSettings:
-    """What the test decides about a rank process.
+def run_rank(
+    pipe_to_test: connection.Connection,
+    *,
+    rank: int,
+    world_size: int,
+    call: bytes,
+    host: Host | None,
+    environment: dict[str, str],
+    cwd: str,
+    output: Path,
+    time_limit: float,
+) -> None:
+    """Be a rank, from the fork to the exit of its process.
 
-    Attributes:
-        rank: its number.
-        world_size: the number of ranks.
+    Args:
+        pipe_to_test: for announcements, and for releases from ``hold``.
+        rank: the first argument of the function.
+        world_size: the second argument.
         call: a pickled ``(function, args, kwargs)``. Unpickling it imports the test's
             module, which must not happen before the environment is set and coverage
             is measured.
@@ -122,37 +133,24 @@ class RankSettings:
         time_limit: seconds of the test; somewhat later a rank that still runs writes
             its stacks and exits.
     """
-
-    rank: int
-    world_size: int
-    call: bytes
-    host: Host | None
-    environment: dict[str, str]
-    cwd: str
-    output: Path
-    time_limit: float
-
-
-def run_rank(pipe_to_test: connection.Connection, settings: RankSettings) -> None:
-    """Be a rank, from the fork to the exit of its process."""
     global _pipe_to_test
     _pipe_to_test = pipe_to_test
     # Collections would look through what the server has imported, and copy its pages.
     gc.freeze()
     os.setpgid(0, 0)  # so that the rank and what it forks can be ended together
-    _write_to(settings.output, settings.time_limit)
-    if settings.host is not None:
-        settings.host.enter()
+    _write_to(output, time_limit)
+    if host is not None:
+        host.enter()
     os.environ.clear()
-    os.environ.update(settings.environment)
-    os.chdir(settings.cwd)
+    os.environ.update(environment)
+    os.chdir(cwd)
     # Never pytest's: a launcher would run all the tests again.
-    sys.argv = [f"rank-{settings.rank}-is-no-script"]
+    sys.argv = [f"rank-{rank}-is-no-script"]
     if "coverage" in sys.modules:  # a rank may run no line of the package
         warnings.filterwarnings(
             "ignore", category=sys.modules["coverage"].exceptions.CoverageWarning
         )
-    _exit_as_script(_call_function(settings))
+    _exit_as_script(_call_function(rank, world_size, call))
 
 
 def _write_to(path: Path, time_limit: float) -> None:
@@ -166,13 +164,13 @@ def _write_to(path: Path, time_limit: float) -> None:
     faulthandler.dump_traceback_later(time_limit + SECONDS_AFTER_LIMIT, file=output, exit=True)
 
 
-def _call_function(settings: RankSettings) -> int:
+def _call_function(rank: int, world_size: int, call: bytes) -> int:
     """Run the rank's function; return the interpreter's exit status, which is -SIGINT
     for a KeyboardInterrupt.
     """
     try:
-        function, args, kwargs = pickle.loads(settings.call)
-        announce(RESULT, function(settings.rank, settings.world_size, *args, **kwargs))
+        function, args, kwargs = pickle.loads(call)
+        announce(RESULT, function(rank, world_size, *args, **kwargs))
     except SystemExit as error:
         status = _status_of(error)
         if status != 0:

@@ -24,6 +24,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,6 @@ from tests.harness.rank_process import (
     ERROR,
     RESULT,
     RankError,
-    RankSettings,
     announce,
     hold,
     run_rank,
@@ -78,7 +78,7 @@ def run_ranks(
     cause. The options are those of ``RankProcesses``.
     """
     outcomes = launch_ranks(function, world_size, *args, **options)
-    if any(outcome.has_failed for outcome in outcomes):
+    if any(outcome.is_killed or not outcome.has_returned for outcome in outcomes):
         first, *others = sorted(outcomes, key=lambda outcome: outcome.failed_at)
         cause = first.error.exception if first.error else None
         raise AssertionError(stories([first, *others])) from cause
@@ -133,11 +133,6 @@ class Outcome:
         return self.exit_code is not None and self.exit_code < 0
 
     @property
-    def has_failed(self) -> bool:
-        """Whether the rank raised, was killed, or exited before its function returned."""
-        return self.is_killed or not self.has_returned
-
-    @property
     def failed_at(self) -> float:
         """The time of the failure, to find the first one. A kill counts as the earliest,
         because no other failure causes it, and an exit without an error as the latest.
@@ -159,13 +154,18 @@ class Outcome:
     def _end(self) -> str:
         if self.exit_code is None:
             return "still running"
-        if self.is_killed:
-            end = f"ended by {signal.Signals(-self.exit_code).name}"
-        else:
-            end = f"exit status {self.exit_code}"
         if self.error is not None:
-            return f"{self.error.type_name}: {self.error.message}, {end}"
-        return end if self.has_returned else f"{end} before the function returned"
+            return f"{self.error.type_name}: {self.error.message}, {_in_words(self.exit_code)}"
+        early = "" if self.has_returned else " before the function returned"
+        return f"{_in_words(self.exit_code)}{early}"
+
+
+def _in_words(exit_code: int) -> str:
+    return (
+        f"ended by {signal.Signals(-exit_code).name}"
+        if exit_code < 0
+        else f"exit status {exit_code}"
+    )
 
 
 def stories(outcomes: Sequence[Outcome]) -> str:
@@ -241,17 +241,19 @@ class RankProcesses:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         start_server()
         for number in range(self._world_size):
-            settings = RankSettings(
+            output = Path(self._directory.name, f"{number}.output")
+            run = partial(
+                run_rank,
                 rank=number,
                 world_size=self._world_size,
                 call=self._call,
                 host=self._hosts[number],
                 environment=environment_of(number, {**_for_children(), **self._env}),
                 cwd=os.getcwd(),
-                output=Path(self._directory.name, f"{number}.output"),
+                output=output,
                 time_limit=self._time_limit,
             )
-            self._ranks.append(_Rank(settings))
+            self._ranks.append(_Rank(number, output, run))
         self._deadline = time.monotonic() + self._time_limit
         return self
 
@@ -367,19 +369,20 @@ class _Rank:
         pipe: a connection to the rank.
     """
 
-    def __init__(self, settings: RankSettings) -> None:
-        os.mkfifo(settings.output)
-        self.output = os.open(settings.output, os.O_RDONLY | os.O_NONBLOCK)
+    def __init__(self, number: int, output: Path, run: Callable[..., None]) -> None:
+        """Start the process, which calls ``run`` with its end of the pipe."""
+        os.mkfifo(output)
+        self.output = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
         with contextlib.suppress(PermissionError):
             # Users other than root have a limit for all of their pipes.
             fcntl.fcntl(self.output, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
         self._written = b""
         self.pipe, pipe_to_test = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=run_rank, args=(pipe_to_test, settings))
+        self.process = _CONTEXT.Process(target=run, args=(pipe_to_test,))
         with pipe_to_test:
             self.process.start()  # waits for the server to have imported what ranks need
         assert self.process.pid is not None
-        self.outcome = Outcome(settings.rank, self.process.pid)
+        self.outcome = Outcome(number, self.process.pid)
         self.points: dict[str, list[Any]] = defaultdict(list)
 
     @property

@@ -104,14 +104,12 @@ def _results_in(
 ) -> dict[C, list[Any] | str]:
     """Return the results in the files of these cases; ``story`` is how the ranks ended."""
     results: dict[C, list[Any] | str] = {}
-    reason = f"ends its processes:\n{story}"
     for number, case in enumerate(cases):
         files = [directory / str(number) / f"{rank}.played" for rank in range(ranks)]
-        if all(path.exists() for path in files):
-            results[case] = [pickle.loads(path.read_bytes()) for path in files]
-        else:
-            results[case] = reason
-            reason = f"was not played after {case}"
+        if not all(path.exists() for path in files):
+            later = dict.fromkeys(cases[number + 1 :], f"was not played after {case}")
+            return {**results, case: f"ends its processes:\n{story}", **later}
+        results[case] = [pickle.loads(path.read_bytes()) for path in files]
     return results
 
 

@@ -15,7 +15,6 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import lightning as L
@@ -25,7 +24,6 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.harness.ranks import Environment, Outcome, RankProcesses, by_hand_env, run_ranks
@@ -69,7 +67,7 @@ class Net(L.LightningModule):
 
     def loss(self, batch: Batch) -> Tensor:
         x, y = batch
-        return mse_loss(self(x), y)
+        return nn.functional.mse_loss(self(x), y)
 
     def training_step(self, batch: Batch, index: int) -> Any:
         loss = self.loss(batch)
@@ -181,7 +179,7 @@ def fit(
     directory: Path,
     model: L.LightningModule,
     *callbacks: L.Callback,
-    strategy: Mapping[str, Any] = MappingProxyType({}),
+    strategy: Mapping[str, Any] | None = None,
     ckpt_path: Any = None,
     **options: Any,
 ) -> L.Trainer:
@@ -189,7 +187,7 @@ def fit(
     Trainer.
     """
     trainer = make_trainer(
-        make_strategy(kind, directory, **strategy), callbacks=[*callbacks], **options
+        make_strategy(kind, directory, **(strategy or {})), callbacks=[*callbacks], **options
     )
     trainer.fit(model, ckpt_path=ckpt_path)
     return trainer
