@@ -25,14 +25,6 @@ from tests.harness.training import stock_group
 
 STEPS = 2
 HALF = (torch.bfloat16, torch.float16)
-# How far a result may be from the exact one, relative to the largest value, or to 1.
-TOLERANCES = {
-    torch.int64: 0.0,
-    torch.float64: 1e-10,
-    torch.float32: 2e-6,
-    **{dtype: torch.finfo(dtype).eps for dtype in HALF},
-}
-
 Results = dict[str, Tensor]
 
 
@@ -249,6 +241,14 @@ def parameter_gradients(layer: nn.Module) -> Results:
 
 
 # Judge.
+
+# How far a result may be from the exact one, relative to the largest value, or to 1.
+TOLERANCES = {
+    torch.int64: 0.0,
+    torch.float64: 1e-10,
+    torch.float32: 2e-6,
+    **{dtype: torch.finfo(dtype).eps for dtype in HALF},
+}
 
 
 def deviations(case: Case, way: Way, rank: int) -> list[str]:

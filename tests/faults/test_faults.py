@@ -223,8 +223,8 @@ def strike_and_wait(case: Case, directory: Path, hosts: Network | None) -> Endin
         for pid in run.stopped:
             run.signal(pid, signal.SIGKILL)
         outcomes = [] if late else processes.wait()
-        written = "".join(outcome.output for outcome in outcomes)
-        return Ending(late, outcomes, train.output_in(directory) + written)
+        outputs = [train.output_in(directory), *(outcome.output for outcome in outcomes)]
+        return Ending(late, outcomes, "".join(outputs))
 
 
 class Run:

@@ -61,13 +61,14 @@ class Counting(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.world_size)  # DDP divides gradients by it
 
     def train_dataloader(self) -> DataLoader[Any]:
-        worker: dict[str, Any] = {
-            "num_workers": 1,
-            "persistent_workers": True,
-            "multiprocessing_context": "fork",
-        }
-        options = worker if self.has_worker else {}
-        return DataLoader(range(len(self.seen)), BATCH, shuffle=True, **options)
+        return DataLoader(
+            range(len(self.seen)),
+            BATCH,
+            shuffle=True,
+            num_workers=int(self.has_worker),
+            persistent_workers=self.has_worker,
+            multiprocessing_context="fork" if self.has_worker else None,
+        )
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(range(7), batch_size=BATCH)

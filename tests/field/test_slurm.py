@@ -276,7 +276,6 @@ class Job:
 # Jobs.
 
 TRAIN = str(Path(train.__file__))
-EXAMPLE = str(ROOT / "examples/slurm.sbatch")
 ONE_NODE = "--nodes=1 --ntasks-per-node=2"
 TWO_NODES = "--nodes=2 --ntasks-per-node=1"
 SRUN = "srun python"
@@ -398,7 +397,8 @@ def test_the_example_script_is_requeued_and_continues(
     slurm: Slurm, undisturbed: set[str], tmp_path: Path
 ) -> None:
     """``examples/slurm.sbatch`` works unchanged."""
-    expect_resumed(slurm.submit(EXAMPLE, TRAIN, SLOWLY, USR1, cwd=tmp_path), undisturbed)
+    example = str(ROOT / "examples/slurm.sbatch")
+    expect_resumed(slurm.submit(example, TRAIN, SLOWLY, USR1, cwd=tmp_path), undisturbed)
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,8 @@ def train_with_fault(
 def test_messages_name_the_rank_that_fails(
     placement: Placement, fault: str, tmp_path: Path
 ) -> None:
-    """A rank that raises, dies, is late or fails in a kernel: the other names
-    it, and saves no partial sums.
+    """The other rank names one that raises, dies, is late or fails in a kernel, and saves
+    no partial sums.
 
     NCCL's aborted collectives may leave partial sums, so nothing is saved after them.
     """
@@ -178,8 +178,8 @@ def train_until_interrupted(
 
 @pytest.mark.parametrize("seconds", [0, 4], ids=["short", "over 3 s"])
 def test_partial_sums_are_not_saved(placement: Placement, seconds: float, tmp_path: Path) -> None:
-    """A rank killed between two buckets of a backward pass: the file has the weights of
-    the last finished step. With NCCL, whose abort may change them, there is no file.
+    """After a kill between two buckets of a backward pass, the file has the weights of the
+    last finished step. With NCCL, whose abort may change them, there is no file.
     """
     survivor, killed = placement.launch(train_until_interrupted, tmp_path, seconds, time_limit=120)
     assert (survivor.exit_code, killed.exit_code) == (1, -signal.SIGKILL), survivor.story()

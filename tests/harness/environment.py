@@ -200,8 +200,9 @@ class Host:
     def name_as_loopback(self) -> None:
         """Have the host's own name resolve to 127.0.1.1, as on Debian."""
         known = self.hosts_file.read_text()
-        own = f"{self.address} {self.name}"
-        self.hosts_file.write_text(known.replace(own, f"127.0.1.1 {self.name}"))
+        self.hosts_file.write_text(
+            known.replace(f"{self.address} {self.name}", f"127.0.1.1 {self.name}")
+        )
 
     def ip(self, *commands: str) -> None:
         """Change the host's network by commands of the program ``ip``."""

@@ -242,7 +242,7 @@ class RankProcesses:
         start_server()
         for number in range(self._world_size):
             output = Path(self._directory.name, f"{number}.output")
-            run = partial(
+            be_rank = partial(
                 run_rank,
                 rank=number,
                 world_size=self._world_size,
@@ -253,7 +253,7 @@ class RankProcesses:
                 output=output,
                 time_limit=self._time_limit,
             )
-            self._ranks.append(_Rank(number, output, run))
+            self._ranks.append(_Rank(number, output, be_rank))
         self._deadline = time.monotonic() + self._time_limit
         return self
 
@@ -369,8 +369,8 @@ class _Rank:
         pipe: a connection to the rank.
     """
 
-    def __init__(self, number: int, output: Path, run: Callable[..., None]) -> None:
-        """Start the process, which calls ``run`` with its end of the pipe."""
+    def __init__(self, number: int, output: Path, be_rank: Callable[..., None]) -> None:
+        """Start the process, which calls ``be_rank`` with its end of the pipe."""
         os.mkfifo(output)
         self.output = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
         with contextlib.suppress(PermissionError):
@@ -378,7 +378,7 @@ class _Rank:
             fcntl.fcntl(self.output, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
         self._written = b""
         self.pipe, pipe_to_test = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=run, args=(pipe_to_test,))
+        self.process = _CONTEXT.Process(target=be_rank, args=(pipe_to_test,))
         with pipe_to_test:
             self.process.start()  # waits for the server to have imported what ranks need
         assert self.process.pid is not None

@@ -58,8 +58,9 @@ def test_ranks_of_a_module_start_as_it_did(tmp_path: Path) -> None:
     starts = map(json.loads, re.findall(r"^started: (.*)$", output, re.MULTILINE))
     arguments = ["--lr", "0.1", NO_SCRIPT]
     expected = {"arguments": arguments, "directory": str(tmp_path), "world_size": 2}
-    by_rank = sorted(starts, key=lambda start: start["rank"])
-    assert by_rank == [{**expected, "rank": rank} for rank in (0, 1)]
+    assert sorted(starts, key=lambda start: start["rank"]) == [
+        {**expected, "rank": rank} for rank in (0, 1)
+    ]
 
 
 TIME_LIMIT = 90.0  # seconds; ranks that do not find each other would wait for init_timeout

@@ -95,9 +95,8 @@ def training_script(
     """Return the processes of the harness that run the script: one, which starts the ranks."""
     path = directory / "script.py"
     path.write_text(SCRIPT)
-    arguments = (strategy, rank_one)
-    env = {**env, MARK: mark_of_script()}
-    return RankProcesses(be_the_script, 1, path, arguments, directory, env=env)
+    variables = {**env, MARK: mark_of_script()}
+    return RankProcesses(be_the_script, 1, path, (strategy, rank_one), directory, env=variables)
 
 
 def mark_of_script() -> str:
@@ -255,8 +254,9 @@ def test_the_launching_process_names_a_rank_that_ends_early(
     prints a line.
     """
     start = At("setup", announce_step)
-    options = {"max_epochs": 1, "save_deadline": 5}
-    with RankProcesses(train, 1, tmp_path, start, *faults, **options) as launching:
+    with RankProcesses(
+        train, 1, tmp_path, start, *faults, max_epochs=1, save_deadline=5
+    ) as launching:
         pids = pids_of_ranks(launching)
         (outcome,) = launching.wait()
     assert outcome.exit_code == 1, outcome.story()
@@ -279,8 +279,9 @@ def test_a_signal_to_the_launching_process_alone_ends_the_ranks(
     In a notebook, only the kernel gets Ctrl-C, not its children.
     """
     in_third_step = At("on_train_batch_start", announce_step, earlier=2)
-    endless = {"max_epochs": -1, "save_deadline": 60}
-    with RankProcesses(train, 1, tmp_path, in_third_step, **endless) as launching:
+    with RankProcesses(
+        train, 1, tmp_path, in_third_step, max_epochs=-1, save_deadline=60
+    ) as launching:
         pids_of_ranks(launching)
         launching.kill(0, number)
         (outcome,) = launching.wait()
