@@ -116,16 +116,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 class Snapshot:
-    """The state before a test; afterwards ``leaks`` lists what has changed."""
+    """The state of this process before a test; after it, ``leaks`` lists what is left."""
 
     def __init__(self) -> None:
         self._directory = Path.cwd()
         self._processes = _processes()
         self._threads = _threads()
-        self._lines = self._now()
+        self._state_before = self._state()
 
-    def _now(self) -> set[str]:
-        """Return a line for each variable, file and process group, and for the directory."""
+    def _state(self) -> set[str]:
+        """Return a line for each variable and file, and for directory and process group."""
         variables = os.environ.items()
         return {
             f"working directory {Path.cwd()}",
@@ -150,7 +150,7 @@ class Snapshot:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        return [*names, *sorted(self._now() ^ self._lines)]
+        return [*names, *sorted(self._state() ^ self._state_before)]
 
 
 def _threads() -> list[threading.Thread]:

@@ -57,6 +57,8 @@ OPTIONAL = {
 }
 
 
+# Blocks of Python.
+
 # The script of the README's terminal; rank 1 is killed in step 58 of the first run.
 KILLED_ONCE = """
 import os, signal
@@ -160,8 +162,9 @@ def test_scripts_have_a_main_guard() -> None:
     assert [name for name, code in scripts if call_at_the_top.search(code)] == []
 
 
-# Commands that are not run, and why; all others of a page's shell are, with the page's
-# first block as train.py.
+# Commands in a shell.
+
+# Those that are not run, and why; all others are, with the page's first block as train.py.
 NOT_RUN = {
     r"^pip install .*$": "needs the network; `make test-wheel` installs",
     r"^make .*$": "takes the machine; `make demo` is examples/digits.py, which test_examples runs",

@@ -81,7 +81,7 @@ def test_every_rank_raises_the_error(
     assert error_on_rank_0 in cause
 
 
-def fail() -> None:
+def raise_rank_failure() -> None:
     raise RankFailedError("rank 1 failed")
 
 
@@ -100,7 +100,7 @@ def test_no_collective_starts_after_a_rank_failed(exchange: Callable[[Ranks], An
     This test has no process group, so a collective that starts raises another error.
     """
     with pytest.raises(RankFailedError, match="rank 1 failed"):
-        exchange(Ranks(0, 2, check=fail))
+        exchange(Ranks(0, 2, check=raise_rank_failure))
 
 
 def test_a_comparison_that_an_abort_ends_raises_the_failure(tmp_path: Path) -> None:
@@ -108,6 +108,6 @@ def test_a_comparison_that_an_abort_ends_raises_the_failure(tmp_path: Path) -> N
 
     So does the collective of a single rank in this test.
     """
-    ranks = Ranks(0, 2, check_received=fail)
+    ranks = Ranks(0, 2, check_received=raise_rank_failure)
     with stock_group(0, 1, tmp_path), pytest.raises(RankFailedError, match="rank 1 failed"):
         raise_if_different({"weight": torch.ones(1)}, ranks, when="in a test")

@@ -19,7 +19,7 @@ from lightning_ddp_ext import (
 
 
 class Scaled(nn.BatchNorm2d):
-    """Has another layer inside."""
+    """A class of a user, with another layer inside."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
@@ -43,8 +43,10 @@ def synchronised(model: nn.Module) -> list[str]:
     return [name for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)]
 
 
-def facts(model: nn.Module) -> list[Any]:
-    """Return the state that a conversion must not change, objects by their identity."""
+def identities(model: nn.Module) -> list[Any]:
+    """Return all that a conversion must not change: objects by their ids, and the order of
+    attributes.
+    """
     modules = [
         (name, id(module), type(module), type(module).__mro__, module.training, list(vars(module)))
         for name, module in model.named_modules(remove_duplicate=False)
@@ -110,10 +112,10 @@ def test_layers_that_were_not_meant_are_not_touched() -> None:
         SyncBatchNorm(3),
     ]
     model = nn.Sequential(*others)
-    before = facts(model)
-    assert facts(restore_batchnorm(convert_sync_batchnorm(model, exclude="3"))) == before
+    before = identities(model)
+    assert identities(restore_batchnorm(convert_sync_batchnorm(model, exclude="3"))) == before
     assert warnings_of(model) == []
-    assert facts(model) == before
+    assert identities(model) == before
 
 
 def every_kind() -> nn.ModuleDict:
@@ -142,10 +144,10 @@ def test_restoring_leaves_nothing_behind() -> None:
     before.
     """
     model = every_kind()
-    before = facts(model)
+    before = identities(model)
     convert_sync_batchnorm(convert_sync_batchnorm(model))
     assert {*model.keys()} == {*synchronised(model), "shared again"}
-    assert facts(restore_batchnorm(model)) == before
+    assert identities(restore_batchnorm(model)) == before
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -160,13 +162,15 @@ def test_copies_of_converted_layers_are_converted(copied: Callable[[Any], nn.Mod
     torch.testing.assert_close(twin.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
-def replaced() -> nn.Module:
+def with_own_forward() -> nn.Module:
+    """Return a layer whose ``forward`` a user has replaced."""
     layer: Any = nn.BatchNorm2d(3)
     layer.forward = lambda input: input
     return layer
 
 
 def warnings_of(model: nn.Module, **choice: Any) -> list[str]:
+    """Convert the model; return the warnings, which must be those of the caller's line."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         convert_sync_batchnorm(model, **choice)
@@ -183,12 +187,12 @@ def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
     """
     model = nn.Sequential(
         Scaled(3),
-        replaced(),
+        with_own_forward(),
         nn.LazyBatchNorm2d(),
         nn.SyncBatchNorm(3),
         nn.BatchNorm2d(3),
     )
-    before = facts(model)
+    before = identities(model)
     (message,) = warnings_of(model)
     assert message == (
         "BatchNorm layers with their own class or forward method are not converted: 0 (Scaled),"
@@ -198,5 +202,5 @@ def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
         " conversion; to leave a layer out without this warning, use exclude="
     )
     assert synchronised(model) == ["0.second", "4"]
-    assert facts(restore_batchnorm(model)) == before
+    assert identities(restore_batchnorm(model)) == before
     assert warnings_of(model, exclude=["0", "1", "2", "3"]) == []

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.serialization import set_crc32_options
 
 from lightning_ddp_ext.checkpoint.load import LoadOptions
 from lightning_ddp_ext.checkpoint.location import locate
-from lightning_ddp_ext.checkpoint.restore import restore
+from lightning_ddp_ext.checkpoint.restore import Restored, restore
 from lightning_ddp_ext.ranks import Ranks
 
 MAPPED = 5 << 20  # numbers; a file with this many is large enough to be mapped
@@ -63,9 +62,12 @@ def same(left: Any, right: Any) -> bool:
     return True
 
 
-def restored(path: Path, *, map_weights: bool = False, **options: Any) -> Any:
-    """Return the checkpoint as a single rank restores it."""
-    return restore(locate(path), Ranks(), LoadOptions(**options), map_weights=map_weights).content
+def restored(
+    path: Path, *, map_weights: bool = False, device: str = "cpu", **options: Any
+) -> Restored:
+    """Restore the checkpoint on a single rank, whose own device is ``device``."""
+    ranks = Ranks(device=torch.device(device))
+    return restore(locate(path), ranks, LoadOptions(**options), map_weights=map_weights)
 
 
 def flip(path: Path, record: str) -> Path:
@@ -82,8 +84,8 @@ def flip(path: Path, record: str) -> Path:
 @contextmanager
 def without_checksums() -> Iterator[None]:
     """Have ``torch.save`` record no checksums, as a user may choose."""
-    set_crc32_options(False)
+    torch.serialization.set_crc32_options(False)
     try:
         yield
     finally:
-        set_crc32_options(True)
+        torch.serialization.set_crc32_options(True)

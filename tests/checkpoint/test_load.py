@@ -13,13 +13,8 @@ import torch
 
 from lightning_ddp_ext import CheckpointError, DamagedCheckpointError, RankZeroCheckpointIO
 from lightning_ddp_ext.checkpoint.load import Archive, LoadOptions, load
-from lightning_ddp_ext.checkpoint.location import locate
-from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.save import write
-from lightning_ddp_ext.ranks import Ranks
 from tests.checkpoint.content import MAPPED, flip, kinds, numbers, restored, same
-
-META = torch.device("meta")
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:TypedStorage is deprecated", "ignore:Detected pickle protocol"
@@ -36,7 +31,7 @@ def test_a_large_file_with_tensors_that_cannot_be_copied_is_read(tmp_path: Path)
     path = tmp_path / "it.ckpt"
     checkpoint = {"state_dict": {"weight": numbers(MAPPED)}, **kinds()}
     torch.save(checkpoint, path)
-    value = restored(path, map_weights=True)
+    value = restored(path, map_weights=True).content
     assert not is_mapped(path)
     os.truncate(path, 0)
     assert same(value, checkpoint)
@@ -49,7 +44,7 @@ def test_weights_stay_in_the_file_until_they_are_dropped(tmp_path: Path) -> None
     weights = {"a": weight, "part": weight[100:], "small": numbers(3)}
     checkpoint = {"state_dict": weights, "same": weight, "kept": weight[5:]}
     torch.save(checkpoint, path)
-    value = restored(path, map_weights=True)
+    value = restored(path, map_weights=True).content
     assert is_mapped(path)
     assert same(value, checkpoint)
     del value["state_dict"], checkpoint["state_dict"]
@@ -84,7 +79,7 @@ def path_of_gpu_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("map_location", "device"),
     [
         (None, "cpu"),
-        (META, "meta"),
+        (torch.device("meta"), "meta"),
         ({"cuda:0": "cpu", "cuda:1": "meta"}, "cpu"),
         (lambda storage, location: storage if location == "cuda:0" else None, "cpu"),
         ("rank", "meta"),
@@ -97,10 +92,10 @@ def test_tensors_are_on_the_chosen_device(
 
     With ``"rank"`` it is the rank's own device.
     """
-    options = LoadOptions(map_location)
-    read = restore(locate(path_of_gpu_file), Ranks(device=META), options, map_weights=True).content
-    [state] = read["optimizer_states"]
-    assert read["state_dict"]["weight"].device.type == device
+    options = {"map_weights": True, "map_location": map_location}
+    content = restored(path_of_gpu_file, device="meta", **options).content
+    [state] = content["optimizer_states"]
+    assert content["state_dict"]["weight"].device.type == device
     assert state["state"][0]["exp_avg"].device.type == device
 
 
@@ -109,9 +104,11 @@ def test_a_checkpoint_io_reads_to_its_own_device_or_to_the_callers(path_of_gpu_f
 
     Without a strategy and a GPU, a rank's own device is the CPU.
     """
-    on_meta = RankZeroCheckpointIO("rank").load_checkpoint(path_of_gpu_file, map_location=META)
-    assert on_meta["state_dict"]["weight"].device == META
-    on_cpu = RankZeroCheckpointIO("rank").load_checkpoint(path_of_gpu_file)
+    io = RankZeroCheckpointIO("rank")
+    meta = torch.device("meta")
+    on_meta = io.load_checkpoint(path_of_gpu_file, map_location=meta)
+    assert on_meta["state_dict"]["weight"].device == meta
+    on_cpu = io.load_checkpoint(path_of_gpu_file)
     assert on_cpu["state_dict"]["weight"].device.type == "cpu"
 
 
@@ -128,7 +125,7 @@ class Raises:
 def test_a_class_that_raises_does_not_make_a_file_damaged(tmp_path: Path) -> None:
     """The message contains the error of the class, unless the file is also damaged."""
     path = tmp_path / "it.ckpt"
-    torch.save({"it": Raises()}, path)
+    torch.save({"object": Raises()}, path)
     with pytest.raises(CheckpointError, match="ValueError: field is of an older version") as caught:
         restored(path, weights_only=False)
     assert caught.type is CheckpointError
@@ -155,26 +152,25 @@ def path_of_small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# Every other byte, for speed: the numbers of records have 2 or 4 bytes.
 def test_no_changed_byte_gives_other_content(path_of_small_file: Path) -> None:
-    """If a byte of the file changes, the content is still as written, or our error is
-    raised.
+    """If a byte of the file changes, the content is still as written, or an error of the
+    package is raised.
     """
     copy = path_of_small_file.with_name("changed.ckpt")
-    content = path_of_small_file.read_bytes()
-    positions = range(0, len(content), 2)
+    original = path_of_small_file.read_bytes()
+    positions = range(0, len(original), 2)  # for speed; numbers of records have 2 or 4 bytes
     chance = random.Random(1)
     refused = 0
     for position in positions:
-        changed = bytearray(content)
+        changed = bytearray(original)
         changed[position] ^= chance.choice([0xFF, 1 << chance.randrange(8)])
         copy.write_bytes(changed)
         try:
-            result = restored(copy, weights_only=True)
+            content = restored(copy, weights_only=True).content
         except CheckpointError:
             refused += 1
         else:
-            assert same(result, small()), f"byte {position}"
+            assert same(content, small()), f"byte {position}"
     assert refused > len(positions) / 2, "less than half of the file is padding"
 
 

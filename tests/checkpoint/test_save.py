@@ -12,15 +12,11 @@ from typing import Any
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
-from torch.serialization import get_crc32_options
 
-from lightning_ddp_ext.checkpoint.load import LoadOptions
 from lightning_ddp_ext.checkpoint.location import locate
-from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.save import remove, write
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
-from lightning_ddp_ext.ranks import Ranks
-from tests.checkpoint.content import kinds, same, without_checksums
+from tests.checkpoint.content import kinds, restored, same, without_checksums
 
 LOCAL = "a/it.ckpt"
 IN_STORE = "memory://bucket/a/it.ckpt"
@@ -87,8 +83,8 @@ def test_checksums_are_recorded_with_any_setting_of_torch(tmp_path: Path) -> Non
     """
     with without_checksums():
         write(kinds(), tmp_path / "it.ckpt")
-        assert not get_crc32_options()
-    assert not restore(locate(tmp_path / "it.ckpt"), Ranks(), LoadOptions()).lacks_checksums
+        assert not torch.serialization.get_crc32_options()
+    assert not restored(tmp_path / "it.ckpt").lacks_checksums
 
 
 def run_out_of_space() -> None:
@@ -108,10 +104,10 @@ def close_on_full_disk(descriptor: int, close: Callable[[int], None] = os.close)
 @pytest.mark.parametrize(
     ("url", "module", "name", "fail"),
     [
-        (LOCAL, torch, "save", save_half),
-        (IN_STORE, torch, "save", save_half),
+        pytest.param(LOCAL, torch, "save", save_half, id="in the middle, on a disk"),
+        pytest.param(IN_STORE, torch, "save", save_half, id="in the middle, in a store"),
         # A network file system may report only then that the disk is full.
-        (LOCAL, os, "close", close_on_full_disk),
+        pytest.param(LOCAL, os, "close", close_on_full_disk, id="when the file is closed"),
     ],
     indirect=["url"],
 )
@@ -159,8 +155,8 @@ def test_a_directory_that_refuses_changes_is_named(tmp_path: Path) -> None:
         tmp_path.chmod(0o700)
 
 
-def test_removing(url: str) -> None:
-    """Files and whole directories are removed; a missing path is not an error."""
+def test_remove_deletes_files_and_directories(url: str) -> None:
+    """A missing path is not an error."""
     directory = url.rpartition("/")[0]
     for path in (url, directory):
         write({}, url)

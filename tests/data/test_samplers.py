@@ -10,8 +10,6 @@ import tracemalloc
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
-from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -31,20 +29,20 @@ from lightning_ddp_ext.data.samplers import (
 )
 from lightning_ddp_ext.errors import ConfigurationError
 
-law = settings(max_examples=50, derandomize=True, deadline=None)
-Make = Callable[[int, int], Any]  # (ranks, rank) to a sampler
+on_fifty_cases = settings(max_examples=50, derandomize=True, deadline=None)
+Make = Callable[[int, int], Any]  # makes a sampler for a number of ranks, and a rank
 
 
-def dealt(make: Make, world_size: int, epoch: int = 0) -> list[list[Any]]:
-    """Return the samples of each rank in an epoch."""
+def items_by_rank(make: Make, world_size: int, epoch: int = 0) -> list[list[Any]]:
+    """Return the items of each rank in an epoch."""
     samplers = [make(world_size, rank) for rank in range(world_size)]
     for sampler in samplers:
         sampler.set_epoch(epoch)
     return [list(sampler) for sampler in samplers]
 
 
-def in_turn(parts: list[list[Any]]) -> list[Any]:
-    """Return the ranks' samples in the global order."""
+def in_global_order(parts: list[list[Any]]) -> list[Any]:
+    """Return the ranks' items in the global order: each one's first item, and so on."""
     longest = max(map(len, parts))
     return [part[number] for number in range(longest) for part in parts if number < len(part)]
 
@@ -65,15 +63,17 @@ class Drawing(Sampler[int]):
         self.of_old_numpy = np.random.RandomState(seed)
         self.of_python = random.Random(seed)
 
-    def draw(self) -> Iterator[int]:
-        """Yield a number of each generator."""
-        yield int(torch.randint(7, (), generator=self.of_torch))
-        yield int(self.of_numpy.integers(7))
-        yield self.of_old_numpy.randint(7)
-        yield self.of_python.randrange(7)
-        yield int(torch.randint(7, ()))
-        yield np.random.randint(7)
-        yield random.randrange(7)
+    def draw(self) -> int:
+        """Return the sum of a number of each generator."""
+        return (
+            int(torch.randint(7, (), generator=self.of_torch))
+            + int(self.of_numpy.integers(7))
+            + self.of_old_numpy.randint(7)
+            + self.of_python.randrange(7)
+            + int(torch.randint(7, ()))
+            + np.random.randint(7)
+            + random.randrange(7)
+        )
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -84,7 +84,7 @@ class Drawing(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         yield self.epoch
         for _ in range(self.length - 1):
-            yield sum(self.draw())
+            yield self.draw()
 
 
 KINDS = ("scalable", "in order", "shared", "batches")
@@ -106,7 +106,7 @@ def sampler_of(kind: str, length: int, **options: Any) -> Make:
     return make
 
 
-@law
+@on_fifty_cases
 @given(
     kind=st.sampled_from(KINDS),
     length=st.integers(0, 60),
@@ -122,23 +122,25 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(
     """
 
     def shares(world_size: int, uneven: str) -> list[list[Any]]:
-        return dealt(sampler_of(kind, length, seed=3, uneven=uneven), world_size, epoch)
+        return items_by_rank(sampler_of(kind, length, seed=3, uneven=uneven), world_size, epoch)
 
     [order] = shares(1, "exact")
     exact = shares(ranks, "exact")
-    assert in_turn(exact) == order
+    assert in_global_order(exact) == order
     assert len(exact[0]) - len(exact[-1]) <= 1
     padded_length = math.ceil(len(order) / ranks) * ranks
-    assert in_turn(shares(ranks, "pad")) == [*islice(itertools.cycle(order), padded_length)]
+    assert in_global_order(shares(ranks, "pad")) == [
+        *itertools.islice(itertools.cycle(order), padded_length)
+    ]
     dropped_length = len(order) // ranks * ranks
-    assert in_turn(shares(ranks, "drop")) == order[:dropped_length]
+    assert in_global_order(shares(ranks, "drop")) == order[:dropped_length]
 
 
-def with_stops(make: Make, stops: list[tuple[int, int]], last: int, epoch: int) -> list[Any]:
-    """Return all samples that are read with stops; fail if ranks disagree on a position.
+def read_with_stops(make: Make, stops: list[tuple[int, int]], last: int, epoch: int) -> list[Any]:
+    """Return the items that all ranks read; fail if ranks disagree on a position.
 
-    At each stop, a number of ranks has read a number of items. At the end, ``last`` ranks
-    read the rest.
+    Before each stop, a number of ranks reads a number of items each, where the ranks
+    before stopped. At the end, ``last`` ranks read the rest.
     """
     read: list[Any] = []
     position = 0
@@ -146,14 +148,14 @@ def with_stops(make: Make, stops: list[tuple[int, int]], last: int, epoch: int) 
         samplers = [make(world_size, rank) for rank in range(world_size)]
         for sampler in samplers:
             sampler.resume_at(epoch, position)
-            read += islice(sampler, consumed)
+            read += itertools.islice(sampler, consumed)
         positions = {sampler.shard(position).position_after(consumed or 0) for sampler in samplers}
         assert len(positions) == 1
         position = positions.pop()
     return read
 
 
-@law
+@on_fifty_cases
 @given(
     kind=st.sampled_from(KINDS),
     length=st.integers(1, 50),
@@ -171,8 +173,8 @@ def test_other_numbers_of_ranks_read_the_rest(
     the most ranks.
     """
     make = sampler_of(kind, length, seed=2, uneven=uneven)
-    [order] = dealt(make, 1, epoch)
-    read = with_stops(make, stops, last, epoch)
+    [order] = items_by_rank(make, 1, epoch)
+    read = read_with_stops(make, stops, last, epoch)
     counted = Counter(map(str, read))
     most_ranks = max([last, *(world_size for world_size, _ in stops)])
     if uneven == "drop":
@@ -191,7 +193,7 @@ def test_an_order_stays_what_it_was(length: int, digest: str) -> None:
     """A seed and an epoch give the same indices in every release."""
     sampler = ScalableDistributedSampler(range(length), 3, 1, seed=7)
     sampler.set_epoch(5)
-    indices = list(islice(sampler, 40_000))
+    indices = list(itertools.islice(sampler, 40_000))
     assert hashlib.sha256(repr(indices).encode()).hexdigest()[:16] == digest
 
 
@@ -201,7 +203,7 @@ def test_another_seed_or_epoch_makes_another_order(kind: str) -> None:
     seeds_and_epochs = ((1, 0), (2, 0), (1, 1), (1, 2))
     orders = set()
     for seed, epoch in seeds_and_epochs:
-        [order] = dealt(sampler_of(kind, 50, seed=seed), 1, epoch)
+        [order] = items_by_rank(sampler_of(kind, 50, seed=seed), 1, epoch)
         orders.add(str(order[1:]))  # Drawing's first item is the epoch itself
     assert len(orders) == len(seeds_and_epochs)
 
@@ -213,10 +215,10 @@ def test_huge_orders_need_no_memory() -> None:
     """Orders that are too long for a list take less than a MiB, and repeat no index."""
     read = 40_000
     sampler = ScalableDistributedSampler(range(HUGE), 1000, 7)
-    assert len(set(islice(sampler, read))) == read
+    assert len(set(itertools.islice(sampler, read))) == read
     tracemalloc.start()
     sampler.resume_at(1, HUGE // 2)
-    deque(islice(sampler, read), maxlen=0)
+    deque(itertools.islice(sampler, read), maxlen=0)
     _, most_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most_bytes < 1 << 20
@@ -225,7 +227,7 @@ def test_huge_orders_need_no_memory() -> None:
 def test_a_position_belongs_to_its_epoch() -> None:
     """Setting the same epoch keeps the position; any other one starts at its beginning."""
     sampler = sampler_of("scalable", 100)(1, 0)
-    [whole] = dealt(sampler_of("scalable", 100), 1, 5)
+    [whole] = items_by_rank(sampler_of("scalable", 100), 1, 5)
     sampler.resume_at(5, 40)
     sampler.set_epoch(5)
     assert (sampler.position, len(sampler)) == (40, 100)
@@ -285,7 +287,7 @@ class Reusing(list[Any]):
 @pytest.mark.parametrize("batch", [[0], np.array([0])])
 def test_a_batch_sampler_may_reuse_one_batch(batch: Any) -> None:
     """Each rank yields a copy of the batch as it was."""
-    parts = dealt(partial(DistributedBatchSamplerWrapper, Reusing(5, batch)), 2)
+    parts = items_by_rank(partial(DistributedBatchSamplerWrapper, Reusing(5, batch)), 2)
     assert parts == [[[0], [2], [4]], [[1], [3], [0]]]
 
 
@@ -305,8 +307,8 @@ def test_a_sampler_that_yields_too_little_is_named() -> None:
     message = r"at least its length of 9 items \(got 7\); correct Promising"
     with pytest.raises(ConfigurationError, match=message):
         list(DistributedBatchSamplerWrapper(Promising(9), 2, 0))
-    parts = dealt(partial(DistributedBatchSamplerWrapper, Promising(6)), 2)
-    assert in_turn(parts) == [*range(6)]
+    parts = items_by_rank(partial(DistributedBatchSamplerWrapper, Promising(6)), 2)
+    assert in_global_order(parts) == [*range(6)]
 
 
 @pytest.mark.parametrize("promised", [9, 6])
@@ -364,7 +366,7 @@ def test_pairs_of_one_epoch_are_independent(length: int) -> None:
     order = Permutation(length, mix(6, length))
     positions = np.arange(60_000)
     images = order.apply(positions)
-    row = isqrt(length - 1) + 1  # the network's positions are a square of such rows
+    row = math.isqrt(length - 1) + 1  # the network's positions are a square of such rows
     for lag in (1, 2, row, length // 2):
         other_images = order.apply((positions + lag) % length)
         pairs = PARTS * parts_of(images, length, PARTS) + parts_of(other_images, length, PARTS)

@@ -8,7 +8,6 @@ both nodes are 127.0.0.1; the machine's file does not change. On Debian, install
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
@@ -88,16 +87,14 @@ def path_of(program: str) -> str | None:
     return shutil.which(program, path=f"{PATH}:/usr/sbin:/sbin")
 
 
-def reserve_jobs() -> socket.socket:
-    """Reserve 100 numbers of jobs, which no other SLURM on this machine has.
+def first_job() -> int:
+    """Return the first of 99 numbers of jobs that no other SLURM of tests on this machine has.
 
     Lightning makes a job's port of its number, and with the port of another SLURM's job a
-    task would join that one. Who has bound the port of the number before the hundred has them.
+    task would join that one. Who has the port of the number before has them.
     """
-    for number in range(0, 10_000, 100):
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", LIGHTNINGS_FIRST_PORT + number))
-    pytest.fail("other programs use the ports of all jobs")
+    first_port = LIGHTNINGS_FIRST_PORT
+    return free_port("", range(first_port, first_port + 10_000, 100)) - first_port + 1
 
 
 class End(NamedTuple):
@@ -114,7 +111,6 @@ class Slurm:
         self._root = root
         self._configuration = root / "slurm.conf"
         self._daemons: list[subprocess.Popen[bytes]] = []
-        self._reserved = reserve_jobs()
 
     def start(self) -> None:
         self._configure()
@@ -126,9 +122,8 @@ class Slurm:
             (self._root / name).mkdir()
         host = socket.gethostname().partition(".")[0]
         ports = [free_port() for _ in range(3)]
-        first_job = self._reserved.getsockname()[1] - LIGHTNINGS_FIRST_PORT + 1
         self._configuration.write_text(
-            CONFIGURATION.format(host=host, root=self._root, ports=ports, first_job=first_job)
+            CONFIGURATION.format(host=host, root=self._root, ports=ports, first_job=first_job())
         )
         (self._root / "hosts").write_text(f"127.0.0.1 localhost n1 n2 {host}\n")
         key = self._root / "munge.key"
@@ -170,7 +165,6 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-        self._reserved.close()
 
     def _start(self, program: str, *words: object) -> None:
         """Start a daemon, which outlives the test that needs it first."""
@@ -282,7 +276,6 @@ class Job:
 # Jobs.
 
 TRAIN = str(Path(train.__file__))
-EXAMPLE = str(ROOT / "examples/slurm.sbatch")
 ONE_NODE = "--nodes=1 --ntasks-per-node=2"
 TWO_NODES = "--nodes=2 --ntasks-per-node=1"
 SRUN = "srun python"
@@ -351,37 +344,42 @@ USR1 = "command=scancel --signal=USR1 $SLURM_JOB_ID"
 REQUEUE_ON_143 = """
 requeue_on_143() { "$@"; [ $? != 143 ] || scontrol requeue $SLURM_JOB_ID; }
 requeue_on_143 srun python"""
-# Ways to stop and requeue a job: the script's arguments, one of which acts on the job,
-# further options of ``sbatch``, and the words before the script.
-STOPS = [
-    pytest.param(
-        ["step=0.5", "command=scontrol update jobid=$SLURM_JOB_ID timelimit=1"],
-        "--signal=USR1@30 --time=20",
-        f"{LATER}; {SRUN}",
-        id="--signal before the time limit",
-        marks=pytest.mark.nightly,
-    ),
-    pytest.param(
-        [SLOWLY, USR1, "resume="], "", SRUN, id="scancel --signal, without an argument to resume"
-    ),
-    pytest.param(
-        [SLOWLY, "command=scontrol requeue $SLURM_JOB_ID"],
-        "",
-        SRUN,
-        id="scontrol requeue",
-        marks=pytest.mark.nightly,
-    ),
-    pytest.param(
-        [SLOWLY, "command=scancel --signal=TERM $SLURM_JOB_ID"],
-        "",
-        REQUEUE_ON_143,
-        id="by the batch script",
-        marks=pytest.mark.nightly,
-    ),
-]
 
 
-@pytest.mark.parametrize(("arguments", "options", "start"), STOPS)
+# Each case is a way to stop and requeue a job: the script's arguments, one of which acts on
+# the job, further options of ``sbatch``, and the words before the script.
+@pytest.mark.parametrize(
+    ("arguments", "options", "start"),
+    [
+        pytest.param(
+            ["step=0.5", "command=scontrol update jobid=$SLURM_JOB_ID timelimit=1"],
+            "--signal=USR1@30 --time=20",
+            f"{LATER}; {SRUN}",
+            id="--signal before the time limit",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            [SLOWLY, USR1, "resume="],
+            "",
+            SRUN,
+            id="scancel --signal, without an argument to resume",
+        ),
+        pytest.param(
+            [SLOWLY, "command=scontrol requeue $SLURM_JOB_ID"],
+            "",
+            SRUN,
+            id="scontrol requeue",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            [SLOWLY, "command=scancel --signal=TERM $SLURM_JOB_ID"],
+            "",
+            REQUEUE_ON_143,
+            id="by the batch script",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
 def test_a_stopped_job_is_requeued_and_continues(
     arguments: list[str],
     options: str,
@@ -399,17 +397,20 @@ def test_the_example_script_is_requeued_and_continues(
     slurm: Slurm, undisturbed: set[str], tmp_path: Path
 ) -> None:
     """``examples/slurm.sbatch`` works unchanged."""
-    expect_resumed(slurm.submit(EXAMPLE, TRAIN, SLOWLY, USR1, cwd=tmp_path), undisturbed)
+    example = str(ROOT / "examples/slurm.sbatch")
+    expect_resumed(slurm.submit(example, TRAIN, SLOWLY, USR1, cwd=tmp_path), undisturbed)
 
 
-PREEMPTIONS = [
-    pytest.param("--partition=low", id="with a grace time"),
-    pytest.param("--partition=lowest", id="without a grace time", marks=pytest.mark.nightly),
-    pytest.param("--partition=low --signal=USR1@60", id="by --signal", marks=pytest.mark.nightly),
-]
-
-
-@pytest.mark.parametrize("options", PREEMPTIONS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param("--partition=low", id="with a grace time"),
+        pytest.param("--partition=lowest", id="without a grace time", marks=pytest.mark.nightly),
+        pytest.param(
+            "--partition=low --signal=USR1@60", id="by --signal", marks=pytest.mark.nightly
+        ),
+    ],
+)
 def test_a_preempted_job_on_two_nodes_is_requeued_and_continues(
     options: str, slurm: Slurm, undisturbed: set[str], tmp_path: Path
 ) -> None:
@@ -429,24 +430,24 @@ def once(command: str) -> str:
     return f"command=test -e stopped || {{ touch stopped; {command}; }}"
 
 
-ENDS = [
-    pytest.param("scancel $SLURM_JOB_ID", "CANCELLED", id="scancel"),
-    pytest.param(
-        "scancel --signal=TERM $SLURM_JOB_ID",
-        "FAILED",
-        id="scancel --signal",
-        marks=pytest.mark.nightly,
-    ),
-    pytest.param(
-        "scontrol update jobid=$SLURM_JOB_ID timelimit=1",
-        "TIMEOUT",
-        id="time limit without --signal",
-        marks=pytest.mark.nightly,
-    ),
-]
-
-
-@pytest.mark.parametrize(("command", "state"), ENDS)
+@pytest.mark.parametrize(
+    ("command", "state"),
+    [
+        pytest.param("scancel $SLURM_JOB_ID", "CANCELLED", id="scancel"),
+        pytest.param(
+            "scancel --signal=TERM $SLURM_JOB_ID",
+            "FAILED",
+            id="scancel --signal",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "scontrol update jobid=$SLURM_JOB_ID timelimit=1",
+            "TIMEOUT",
+            id="time limit without --signal",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
 def test_a_job_that_is_not_requeued_saves_and_a_new_job_continues(
     command: str, state: str, slurm: Slurm, undisturbed: set[str], tmp_path: Path
 ) -> None:
@@ -470,23 +471,26 @@ def test_a_job_whose_step_is_cancelled_saves_nothing(slurm: Slurm, tmp_path: Pat
 
 
 DIED = r"^\[rank 0\] RankDiedError: rank 1 \(host .+\) died"
-FAILURES = [
-    pytest.param(
-        "srun --kill-on-bad-exit=0", "death=1", DIED, id="killed", marks=pytest.mark.nightly
-    ),
-    pytest.param(
-        "srun --kill-on-bad-exit=1", "death=1", DIED, id="killed, and SLURM ends the others"
-    ),
-    pytest.param(
-        "srun",
-        "error=1",
-        r"^\[rank 0\] RankFailedError: rank 1 \(host .+\) failed, .+: ValueError: a broken sample",
-        id="raises",
-    ),
-]
 
 
-@pytest.mark.parametrize(("srun", "fault", "message"), FAILURES)
+@pytest.mark.parametrize(
+    ("srun", "fault", "message"),
+    [
+        pytest.param(
+            "srun --kill-on-bad-exit=0", "death=1", DIED, id="killed", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            "srun --kill-on-bad-exit=1", "death=1", DIED, id="killed, and SLURM ends the others"
+        ),
+        pytest.param(
+            "srun",
+            "error=1",
+            r"^\[rank 0\] RankFailedError: rank 1 \(host .+\) failed, .+: ValueError: a broken"
+            " sample",
+            id="raises",
+        ),
+    ],
+)
 def test_a_failed_task_is_named_by_the_other_one_which_saves(
     srun: str, fault: str, message: str, slurm: Slurm, tmp_path: Path
 ) -> None:
@@ -501,14 +505,14 @@ def test_a_failed_task_is_named_by_the_other_one_which_saves(
     assert re.search(r"^\[rank \d\] saved step 4 to", job.output, re.MULTILINE), job.output
 
 
-METHODS = [
-    pytest.param("env://", marks=pytest.mark.nightly),
-    pytest.param("tcp://n1:{port}", marks=pytest.mark.nightly),
-    "file://{directory}/rank0",
-]
-
-
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("env://", marks=pytest.mark.nightly),
+        pytest.param("tcp://n1:{port}", marks=pytest.mark.nightly),
+        "file://{directory}/rank0",
+    ],
+)
 def test_ranks_on_two_nodes_connect_by_each_init_method(
     method: str, slurm: Slurm, undisturbed: set[str], shared_dir: Path, tmp_path: Path
 ) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.harness import ranks, training
@@ -84,8 +83,9 @@ class Placement:
         """Call ``function(rank, world_size, placement, *args)`` on each rank, as
         ``launch_ranks`` does.
         """
-        world_size = len(self.devices)
-        return ranks.launch_ranks(function, world_size, self, *args, env=self.variables, **options)
+        return ranks.launch_ranks(
+            function, len(self.devices), self, *args, env=self.variables, **options
+        )
 
     def run(self, function: Any, *args: Any) -> list[Any]:
         """Call ``function(rank, world_size, placement, *args)`` on each rank, as
@@ -169,7 +169,7 @@ def why_not(placement: Placement, directory: Path) -> str | None:
 def reduce_once(rank: int, world_size: int, placement: Placement, directory: Path) -> None:
     with placement.group(rank, world_size, directory) as device:
         total = torch.ones(1, device=device)
-        dist.all_reduce(total)
+        torch.distributed.all_reduce(total)
         assert float(total) == world_size
 
 

@@ -13,9 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
-from torch import Tensor
 
 from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError
 from lightning_ddp_ext.rendezvous.process_context import current, leave
@@ -103,8 +101,8 @@ def train_with_fault(
 def test_messages_name_the_rank_that_fails(
     placement: Placement, fault: str, tmp_path: Path
 ) -> None:
-    """A rank that raises, dies, is late or fails in a kernel: the other names
-    it, and saves no partial sums.
+    """The other rank names one that raises, dies, is late or fails in a kernel, and saves
+    no partial sums.
 
     NCCL's aborted collectives may leave partial sums, so nothing is saved after them.
     """
@@ -148,7 +146,7 @@ class Interrupted(Wide):
         self.seconds = seconds
         self.layers[0].weight.register_hook(self.interrupt)
 
-    def interrupt(self, gradient: Tensor) -> None:
+    def interrupt(self, gradient: torch.Tensor) -> None:
         if self.global_step != STEPS_BEFORE_FAULT:
             return
         if self.global_rank == 0:
@@ -180,8 +178,8 @@ def train_until_interrupted(
 
 @pytest.mark.parametrize("seconds", [0, 4], ids=["short", "over 3 s"])
 def test_partial_sums_are_not_saved(placement: Placement, seconds: float, tmp_path: Path) -> None:
-    """A rank killed between two buckets of a backward pass: the file has the weights of
-    the last finished step. With NCCL, whose abort may change them, there is no file.
+    """After a kill between two buckets of a backward pass, the file has the weights of the
+    last finished step. With NCCL, whose abort may change them, there is no file.
     """
     survivor, killed = placement.launch(train_until_interrupted, tmp_path, seconds, time_limit=120)
     assert (survivor.exit_code, killed.exit_code) == (1, -signal.SIGKILL), survivor.story()
@@ -204,7 +202,7 @@ def test_partial_sums_are_not_saved(placement: Placement, seconds: float, tmp_pa
 # Aborts, and the Flight Recorder.
 
 
-def fit(placement: Placement, directory: Path) -> dict[str, Tensor]:
+def fit(placement: Placement, directory: Path) -> dict[str, torch.Tensor]:
     """Train from fixed initial weights, and return the trained ones."""
     torch.manual_seed(1)
     model = training.Net()
@@ -214,7 +212,7 @@ def fit(placement: Placement, directory: Path) -> dict[str, Tensor]:
 
 def abort_and_train_again(
     rank: int, world_size: int, placement: Placement, directory: Path
-) -> list[dict[str, Tensor]]:
+) -> list[dict[str, torch.Tensor]]:
     """Train, abort an all-reduce, leave, and train twice; return the weights after
     each training.
     """
@@ -222,7 +220,7 @@ def abort_and_train_again(
     context = current()
     assert context is not None
     hold_device(3.0 if IS_GPU else 0.0)
-    dist.all_reduce(torch.ones(3, device=GPU))
+    torch.distributed.all_reduce(torch.ones(3, device=GPU))
     aborting = threading.Thread(target=context.groups.abort)
     aborting.start()
     aborting.join(60.0)
@@ -231,7 +229,7 @@ def abort_and_train_again(
         torch.cuda.synchronize()
     context.close_group()
     leave()
-    assert not dist.is_initialized()
+    assert not torch.distributed.is_initialized()
     with_new_group = fit(placement, directory)
     with_same_group = fit(placement, directory)
     return [before, with_new_group, with_same_group]
@@ -243,7 +241,9 @@ def test_ranks_connect_again_after_an_abort(tmp_path: Path) -> None:
     training.assert_same(after, [before, before])
 
 
-def capture_while_read(rank: int, world_size: int, placement: Placement, directory: Path) -> Tensor:
+def capture_while_read(
+    rank: int, world_size: int, placement: Placement, directory: Path
+) -> torch.Tensor:
     """Capture y = 2 x, read the recorder meanwhile, and return y of a replay with x = 4."""
     fit(placement, directory)
     x = torch.ones(3, device=GPU)

@@ -20,7 +20,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor
@@ -32,7 +31,7 @@ from lightning_ddp_ext import (
     SyncBatchNorm,
     gather_predictions,
 )
-from tests.batchnorm.test_layer import Way, all_deviations
+from tests.batchnorm.test_joined_batch import Way, all_deviations
 from tests.gpu.conftest import (
     GPU,
     IS_GPU,
@@ -83,7 +82,7 @@ def run_all_stages(
         "sync_batchnorm": synchronises,
     }
     placement.trainer(directory, kind, **options).fit(model)
-    assert dist.get_backend() == placement.backend
+    assert torch.distributed.get_backend() == placement.backend
 
     trainer = placement.trainer(directory, kind, max_epochs=3, **options)
     trainer.fit(model, ckpt_path=saver.last_model_path)
@@ -114,8 +113,8 @@ def assert_as_expected(results: list[dict[str, Any]], expected: list[dict[str, A
 def test_ranks_that_share_a_gpu_over_gloo_learn_as_on_the_cpu(
     ranks: int, synchronises: bool, tmp_path: Path
 ) -> None:
-    """Over gloo: training, batched logging, metrics, SyncBatchNorm, background saves,
-    resuming, barrier, gathering give the CPU's numbers.
+    """Training, batched logging, metrics, SyncBatchNorm, background saves, resuming, barrier
+    and gathering give the CPU's numbers.
     """
     placement = Placement("gloo", (GPU,) * ranks)
     results = placement.run(run_all_stages, tmp_path, "ours", synchronises)
@@ -128,8 +127,8 @@ def test_ranks_that_share_a_gpu_over_gloo_learn_as_on_the_cpu(
 def test_ranks_of_nccl_learn_as_stocks(
     placement: Placement, synchronises: bool, tmp_path: Path
 ) -> None:
-    """Over NCCL: training, batched logging, metrics, SyncBatchNorm, background saves,
-    resuming, barrier, gathering give stock's numbers.
+    """Training, batched logging, metrics, SyncBatchNorm, background saves, resuming, barrier
+    and gathering give stock's numbers.
     """
     results = placement.run(run_all_stages, tmp_path, "ours", synchronises)
     if IS_GPU:
@@ -161,8 +160,8 @@ def deviations_on_placement(
 def test_synchronised_batchnorm_equals_the_joined_batch(
     ranks: int, placement: Placement, tmp_path: Path
 ) -> None:
-    """SyncBatchNorm's kernels: 1 and 2 ranks, uneven and empty batches, channels last,
-    half precision.
+    """SyncBatchNorm's kernels are right on one and two ranks, for uneven and empty batches,
+    channels last, and half precision.
     """
     shortened = replace(placement, devices=placement.devices[:ranks])
     no_deviations: list[list[str]] = [[]] * ranks
@@ -222,8 +221,8 @@ def train_on_two_devices(
 def test_a_rank_with_two_devices_learns_as_on_the_cpu(
     placement: Placement, devices: list[str], tmp_path: Path
 ) -> None:
-    """`devices_per_rank=2` with two GPUs, or over gloo with a GPU and the CPU: the
-    weights are those of ranks on the CPU.
+    """With ``devices_per_rank=2`` (two GPUs, or over gloo a GPU and the CPU), the weights
+    are those of ranks on the CPU.
     """
     if IS_GPU and SECOND_GPU in devices and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

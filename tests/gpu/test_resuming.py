@@ -11,7 +11,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor
 
 from tests.gpu.conftest import (
     ALONE,
@@ -59,7 +58,7 @@ class Scaled(early_ends.Net):
         super().__init__()
         self.register_buffer("scale", torch.zeros(()))
 
-    def training_step(self, batch: training.Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> torch.Tensor:
         self.scale.fill_(self.trainer.precision_plugin.scaler.get_scale())
         return super().training_step(batch, index)
 
@@ -85,7 +84,7 @@ def plan_on(placement: Placement, *, is_float16: bool = False, **strategy: Any) 
 
 def weights_after(
     kills: Sequence[early_ends.Kill], plan: early_ends.Plan, placement: Placement, directory: Path
-) -> list[dict[str, Tensor]]:
+) -> list[dict[str, torch.Tensor]]:
     """Run the plan on ranks started by hand, again after each kill; return the weights
     of each rank.
     """
@@ -96,19 +95,22 @@ def weights_after(
 AFTER_BACKWARD = early_ends.Kill("on_after_backward", 9, [0])
 IN_A_SAVE = early_ends.Kill("writing", 1, [0])
 STOP = early_ends.Kill("on_train_batch_end", 3, by="sigterm")
-CHAINS = [
-    pytest.param(
-        "gloo",
-        False,
-        [AFTER_BACKWARD, early_ends.Kill("on_validation_batch_end", 1), IN_A_SAVE, STOP],
-        id="gloo",
-    ),
-    pytest.param("NCCL", False, [AFTER_BACKWARD, IN_A_SAVE, STOP], id="NCCL"),
-    pytest.param("gloo", True, [AFTER_BACKWARD, STOP], id="float16"),
-]
 
 
-@pytest.mark.parametrize(("placement", "is_float16", "kills"), CHAINS, indirect=["placement"])
+@pytest.mark.parametrize(
+    ("placement", "is_float16", "kills"),
+    [
+        pytest.param(
+            "gloo",
+            False,
+            [AFTER_BACKWARD, early_ends.Kill("on_validation_batch_end", 1), IN_A_SAVE, STOP],
+            id="gloo",
+        ),
+        pytest.param("NCCL", False, [AFTER_BACKWARD, IN_A_SAVE, STOP], id="NCCL"),
+        pytest.param("gloo", True, [AFTER_BACKWARD, STOP], id="float16"),
+    ],
+    indirect=["placement"],
+)
 def test_a_killed_rank_costs_no_step(
     placement: Placement, is_float16: bool, kills: Sequence[early_ends.Kill], tmp_path: Path
 ) -> None:

@@ -23,7 +23,9 @@ _NEED_EVERYTHING = "DDPX_TESTS_NEED_EVERYTHING"
 # with that of the test run.
 MARK = "TEST_HARNESS_MARK"
 
-# Variables for ranks: a value for all ranks, a function of the rank, or None for a
+# The variables of ranks.
+
+# What changes for ranks: a value for all ranks, a function of the rank, or None for a
 # variable that must be unset.
 Environment = Mapping[str, "str | Callable[[int], str | None] | None"]
 
@@ -77,7 +79,9 @@ def by_mpirun() -> Environment:
     }
 
 
-_reservations: list[socket.socket] = []
+# Ports.
+
+_reservations: list[socket.socket] = []  # while one is open, no other test gets its port
 
 
 def free_port(host: str = "127.0.0.1", ports: range | None = None) -> int:
@@ -98,10 +102,13 @@ def free_port(host: str = "127.0.0.1", ports: range | None = None) -> int:
 
 
 def _ports_below_the_kernels() -> range:
-    """Return 20,000 ports that the kernel chooses for nobody."""
+    """Return 20,000 ports that the kernel does not choose by itself."""
     chosen_by_kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")
     lowest = int(chosen_by_kernel.read_text().split()[0]) if chosen_by_kernel.exists() else 32768
     return range(max(1024, lowest - 20000), lowest)
+
+
+# Tests that need something of the machine.
 
 
 def skip_because(reason: str | None) -> None:
@@ -113,6 +120,9 @@ def skip_because(reason: str | None) -> None:
     if os.environ.get(_NEED_EVERYTHING):
         pytest.fail(f"this test must run, because {_NEED_EVERYTHING} is set: {reason}")
     pytest.skip(reason)
+
+
+# The processes that a test run has started.
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -190,8 +200,9 @@ class Host:
     def name_as_loopback(self) -> None:
         """Have the host's own name resolve to 127.0.1.1, as on Debian."""
         known = self.hosts_file.read_text()
-        own = f"{self.address} {self.name}"
-        self.hosts_file.write_text(known.replace(own, f"127.0.1.1 {self.name}"))
+        self.hosts_file.write_text(
+            known.replace(f"{self.address} {self.name}", f"127.0.1.1 {self.name}")
+        )
 
     def ip(self, *commands: str) -> None:
         """Change the host's network by commands of the program ``ip``."""

@@ -5,19 +5,14 @@ arguments and results are pickled. Ranks get a copy of the test's environment, c
 by ``env``. They are forked from a server that has imported torch, Lightning and this
 package, so a variable that these read on import needs a test with ``scripts``.
 
-A rank runs like a script: its function is the script's body, an exception that escapes
-goes to ``sys.excepthook``, non-daemon threads are waited for, ``atexit`` handlers run
-once, and the exit status is the interpreter's. A process of ``multiprocessing`` does
-none of that (https://github.com/python/cpython/issues/83856).
+Everything here runs in the process of the tests; ``tests.harness.rank_process`` is what
+runs in a rank, among it ``announce`` and ``hold``.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import faulthandler
 import fcntl
-import gc
 import math
 import multiprocessing
 import os
@@ -25,19 +20,25 @@ import pickle
 import signal
 import sys
 import tempfile
-import threading
 import time
-import traceback
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from tests.harness.environment import Environment, Host, by_hand_env, environment_of, free_port
+from tests.harness.rank_process import (
+    ERROR,
+    RESULT,
+    RankError,
+    announce,
+    hold,
+    run_rank,
+)
 
 __all__ = [
     "HOST",
@@ -64,13 +65,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _SECONDS_TO_POINT = 120.0  # or to an output
 _SECONDS_TO_EXIT = 60.0  # for a rank that was told to write its stacks, or was killed
-_SECONDS_AFTER_LIMIT = 30.0  # until a rank exits, if the test's own process exited
 _PIPE_SIZE = 1 << 20  # bytes that a rank can write while its test does not read
-# The points that a rank announces at its end, with the result or the error of its function.
-_RESULT = "result of the function"
-_ERROR = "error of the function"
-_pipe_to_test: connection.Connection | None = None  # in a rank
-_sending = threading.Lock()
 
 
 def run_ranks(
@@ -78,13 +73,13 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``function`` on ``world_size`` ranks and return its results by rank.
 
-    If ranks raise or are killed, the test fails with their stories: first that of the one
-    that failed first, whose exception is the error's cause. A rank that calls ``os._exit``
-    has the result ``None``. The options are those of ``RankProcesses``.
+    If ranks raise, are killed or exit before the function returns, the test fails with
+    their stories: first that of the one that failed first, whose exception is the error's
+    cause. The options are those of ``RankProcesses``.
     """
     outcomes = launch_ranks(function, world_size, *args, **options)
-    first, *others = sorted(outcomes, key=lambda outcome: outcome.failed_at)
-    if first.failed_at < math.inf:
+    if any(outcome.is_killed or not outcome.has_returned for outcome in outcomes):
+        first, *others = sorted(outcomes, key=lambda outcome: outcome.failed_at)
         cause = first.error.exception if first.error else None
         raise AssertionError(stories([first, *others])) from cause
     return [outcome.result for outcome in outcomes]
@@ -103,37 +98,6 @@ def launch_ranks(
         return ranks.wait()
 
 
-@dataclass(frozen=True)
-class RankError:
-    """An exception that escaped from a rank's function, including a ``SystemExit``
-    whose status is not 0.
-
-    ``at`` is a ``time.monotonic()``, which is one clock for all processes.
-    """
-
-    type_name: str
-    message: str
-    traceback: str
-    pickled: bytes  # the exception and its cause; empty if they cannot be pickled
-    at: float
-
-    @classmethod
-    def of(cls, error: BaseException) -> RankError:
-        text = "".join(traceback.format_exception(error))
-        return cls(
-            type(error).__name__, str(error), text, _pickle_with_cause(error), time.monotonic()
-        )
-
-    @property
-    def exception(self) -> BaseException | None:
-        """The exception itself with its cause; None if it cannot be pickled."""
-        if not self.pickled:
-            return None
-        error, cause = pickle.loads(self.pickled)
-        error.__cause__ = cause
-        return error
-
-
 @dataclass
 class Outcome:
     """How a rank ended.
@@ -142,6 +106,8 @@ class Outcome:
         rank: its number.
         pid: its process.
         exit_code: negative for a signal; None while the rank runs.
+        has_returned: whether the function returned; never for a rank that became a
+            command.
         result: the function's; None unless the function returned.
         error: the exception that escaped from the function, if any.
         output: what the rank wrote to stdout and stderr, in order. If the rank was
@@ -151,6 +117,7 @@ class Outcome:
     rank: int
     pid: int
     exit_code: int | None = None
+    has_returned: bool = False
     result: Any = None
     error: RankError | None = None
     output: str = ""
@@ -162,33 +129,43 @@ class Outcome:
         return self.error
 
     @property
+    def is_killed(self) -> bool:
+        return self.exit_code is not None and self.exit_code < 0
+
+    @property
     def failed_at(self) -> float:
-        """The time of the failure; a kill counts as the earliest, because no other
-        failure causes it, and an end without an error as the latest.
+        """The time of the failure, to find the first one. A kill counts as the earliest,
+        because no other failure causes it, and an exit without an error as the latest.
         """
         if self.error is not None:
             return self.error.at
-        is_killed = self.exit_code is not None and self.exit_code < 0
-        return 0.0 if is_killed else math.inf
+        return 0.0 if self.is_killed else math.inf
 
     def story(self) -> str:
         """Return a text for a failing test: one line about the end, the traceback unless
         it was printed, and the output.
         """
-        error = f"{self.error.type_name}: {self.error.message}, " if self.error else ""
-        parts = [f"rank {self.rank} (pid {self.pid}): {error}{_in_words(self.exit_code)}"]
+        parts = [f"rank {self.rank} (pid {self.pid}): {self._end()}"]
         if self.error and self.error.traceback not in self.output:
             parts.append(self.error.traceback)
         parts.append(f"--- output of rank {self.rank} ---\n{self.output.rstrip() or '(nothing)'}")
         return "\n".join(parts)
 
+    def _end(self) -> str:
+        if self.exit_code is None:
+            return "still running"
+        if self.error is not None:
+            return f"{self.error.type_name}: {self.error.message}, {_in_words(self.exit_code)}"
+        early = "" if self.has_returned else " before the function returned"
+        return f"{_in_words(self.exit_code)}{early}"
 
-def _in_words(exit_code: int | None) -> str:
-    if exit_code is None:
-        return "still running"
-    if exit_code < 0:
-        return f"ended by {signal.Signals(-exit_code).name}"
-    return f"exit status {exit_code}"
+
+def _in_words(exit_code: int) -> str:
+    return (
+        f"ended by {signal.Signals(-exit_code).name}"
+        if exit_code < 0
+        else f"exit status {exit_code}"
+    )
 
 
 def stories(outcomes: Sequence[Outcome]) -> str:
@@ -264,17 +241,19 @@ class RankProcesses:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         start_server()
         for number in range(self._world_size):
-            rank = _Rank(
-                number,
-                self._world_size,
-                self._call,
+            output = Path(self._directory.name, f"{number}.output")
+            be_rank = partial(
+                run_rank,
+                rank=number,
+                world_size=self._world_size,
+                call=self._call,
                 host=self._hosts[number],
                 environment=environment_of(number, {**_for_children(), **self._env}),
                 cwd=os.getcwd(),
-                output=Path(self._directory.name, f"{number}.output"),
+                output=output,
                 time_limit=self._time_limit,
             )
-            self._ranks.append(rank)
+            self._ranks.append(_Rank(number, output, be_rank))
         self._deadline = time.monotonic() + self._time_limit
         return self
 
@@ -348,7 +327,7 @@ class RankProcesses:
         assert condition(), f"rank {number} did not {action} {limit}:\n{rank.outcome.story()}"
 
     def _receive_while(self, condition: Callable[[], object], seconds: float) -> None:
-        """Receive from the ranks as long as the condition holds, up to a limit."""
+        """Receive from the ranks while the condition holds, at most for these seconds."""
         deadline = time.monotonic() + seconds
         while condition() and time.monotonic() < deadline:
             self._receive(max(0.0, deadline - time.monotonic()))
@@ -390,9 +369,8 @@ class _Rank:
         pipe: a connection to the rank.
     """
 
-    def __init__(
-        self, number: int, world_size: int, call: bytes, *, output: Path, **settings: Any
-    ) -> None:
+    def __init__(self, number: int, output: Path, be_rank: Callable[..., None]) -> None:
+        """Start the process, which calls ``be_rank`` with its end of the pipe."""
         os.mkfifo(output)
         self.output = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
         with contextlib.suppress(PermissionError):
@@ -400,11 +378,7 @@ class _Rank:
             fcntl.fcntl(self.output, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
         self._written = b""
         self.pipe, pipe_to_test = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(
-            target=_run_rank,
-            args=(pipe_to_test, number, world_size, call),
-            kwargs={"output": output, **settings},
-        )
+        self.process = _CONTEXT.Process(target=be_rank, args=(pipe_to_test,))
         with pipe_to_test:
             self.process.start()  # waits for the server to have imported what ranks need
         assert self.process.pid is not None
@@ -430,8 +404,9 @@ class _Rank:
         if has_exited:
             self.process.join()
             self.outcome.exit_code = self.process.exitcode
-            self.outcome.result = next(iter(self.points[_RESULT]), None)
-            self.outcome.error = next(iter(self.points[_ERROR]), None)
+            self.outcome.has_returned = RESULT in self.points
+            self.outcome.result = next(iter(self.points[RESULT]), None)
+            self.outcome.error = next(iter(self.points[ERROR]), None)
 
     def end_with_stacks(self) -> None:
         """Have the rank and the processes that it started write their stacks and exit."""
@@ -485,126 +460,3 @@ def measured_coverage() -> Any:
     """Return the ``coverage.Coverage`` that measures this process, or None."""
     coverage = sys.modules.get("coverage")
     return coverage.Coverage.current() if coverage else None
-
-
-# In a rank process.
-
-
-def announce(point: str, value: object = None) -> None:
-    """On a rank: report to the test that it has reached ``point``; the test calls
-    ``RankProcesses.wait_for``.
-    """
-    assert _pipe_to_test is not None, "announce() and hold() work in a rank process only"
-    # Not Connection.send(): its pickler passes tensors as file descriptors, which end
-    # with this process.
-    message = pickle.dumps((point, value))
-    with _sending:
-        _pipe_to_test.send_bytes(message)
-
-
-def hold(point: str, value: object = None) -> None:
-    """On a rank: announce ``point``, and wait there until the test calls
-    ``RankProcesses.release``.
-    """
-    announce(point, value)
-    assert _pipe_to_test is not None
-    _pipe_to_test.recv_bytes()
-
-
-def _run_rank(
-    pipe_to_test: connection.Connection,
-    rank: int,
-    world_size: int,
-    call: bytes,
-    *,
-    host: Host | None,
-    environment: dict[str, str],
-    cwd: str,
-    output: Path,
-    time_limit: float,
-) -> None:
-    """Be a rank, from the fork to the exit of its process.
-
-    ``call`` is a pickled ``(function, args, kwargs)``: unpickling it imports the test's
-    module, which must not happen before the environment is set and coverage is
-    measured.
-    """
-    global _pipe_to_test
-    _pipe_to_test = pipe_to_test
-    # Collections would look through what the server has imported, and copy its pages.
-    gc.freeze()
-    os.setpgid(0, 0)  # so that the rank and what it forks can be ended together
-    _write_to(output, time_limit)
-    if host is not None:
-        host.enter()
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(cwd)
-    # Never pytest's: a launcher would run all the tests again.
-    sys.argv = [f"rank-{rank}-is-no-script"]
-    if "coverage" in sys.modules:  # a rank may run no line of the package
-        warnings.filterwarnings(
-            "ignore", category=sys.modules["coverage"].exceptions.CoverageWarning
-        )
-    _exit_as_script(_call(rank, world_size, call))
-
-
-def _write_to(path: Path, time_limit: float) -> None:
-    output = os.open(path, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        stream.reconfigure(line_buffering=True)  # as on a terminal
-        os.dup2(output, stream.fileno())
-    # On SIGABRT C code writes the stacks of all threads, without the GIL.
-    faulthandler.enable(output)
-    faulthandler.dump_traceback_later(time_limit + _SECONDS_AFTER_LIMIT, file=output, exit=True)
-
-
-def _call(rank: int, world_size: int, call: bytes) -> int:
-    """Run the rank's function; return the interpreter's exit status, which is -SIGINT
-    for a KeyboardInterrupt.
-    """
-    try:
-        function, args, kwargs = pickle.loads(call)
-        announce(_RESULT, function(rank, world_size, *args, **kwargs))
-    except SystemExit as error:
-        status = _status_of(error)
-        if status != 0:
-            announce(_ERROR, RankError.of(error))
-        return status
-    except BaseException as error:
-        announce(_ERROR, RankError.of(error))
-        sys.last_value = error  # as Python does
-        sys.excepthook(type(error), error, error.__traceback__)
-        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    return 0
-
-
-def _pickle_with_cause(error: BaseException) -> bytes:
-    try:
-        pickled = pickle.dumps((error, error.__cause__))
-        pickle.loads(pickled)
-    except Exception:
-        return b""
-    return pickled
-
-
-def _status_of(error: SystemExit) -> int:
-    if error.code is None or isinstance(error.code, int):
-        return error.code or 0
-    print(error.code, file=sys.stderr)
-    return 1
-
-
-def _exit_as_script(status: int) -> None:
-    """Exit as the interpreter ends a script, with the first actions of
-    ``Py_FinalizeEx`` in their order.
-    """
-    threading._shutdown()
-    atexit._run_exitfuncs()  # among them that of multiprocessing, which runs only once
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if status == -signal.SIGINT:  # as the interpreter ends after a KeyboardInterrupt
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    sys.exit(status)

@@ -1,5 +1,5 @@
-"""Train a small model with our strategy and with stock ``ddp``, and compare the
-results.
+"""Train a small model with our strategy and with stock ``ddp``, break the training at some
+point, and compare the results.
 """
 
 import gc
@@ -15,7 +15,6 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import lightning as L
@@ -25,13 +24,12 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.harness.ranks import Environment, Outcome, RankProcesses, by_hand_env, run_ranks
 
 Batch = list[Tensor]
-Kind = Literal["ours", "stock"]
+Kind = Literal["ours", "stock"]  # our strategy, or Lightning's ``ddp``
 KINDS: tuple[Kind, ...] = ("ours", "stock")
 
 
@@ -69,7 +67,7 @@ class Net(L.LightningModule):
 
     def loss(self, batch: Batch) -> Tensor:
         x, y = batch
-        return mse_loss(self(x), y)
+        return nn.functional.mse_loss(self(x), y)
 
     def training_step(self, batch: Batch, index: int) -> Any:
         loss = self.loss(batch)
@@ -135,7 +133,7 @@ class Sharded(Plain):
         return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=0.05)
 
 
-# On one rank.
+# Train on this rank.
 
 
 def make_trainer(strategy: Any, **options: Any) -> L.Trainer:
@@ -167,12 +165,21 @@ def make_strategy(kind: Kind, directory: Path, **options: Any) -> DDPStrategy:
     return DDPExtStrategy(init_method=f"file://{directory}/store", **options)
 
 
+def backend(name: str) -> str:
+    """Return the name, after registering gloo under it if torch has no such backend; a
+    stand-in for NCCL.
+    """
+    if not hasattr(dist.Backend, name.upper()):
+        dist.Backend.register_backend(name, dist.ProcessGroupGloo, devices=["cpu"])
+    return name
+
+
 def fit(
     kind: Kind,
     directory: Path,
     model: L.LightningModule,
     *callbacks: L.Callback,
-    strategy: Mapping[str, Any] = MappingProxyType({}),
+    strategy: Mapping[str, Any] | None = None,
     ckpt_path: Any = None,
     **options: Any,
 ) -> L.Trainer:
@@ -180,7 +187,7 @@ def fit(
     Trainer.
     """
     trainer = make_trainer(
-        make_strategy(kind, directory, **strategy), callbacks=[*callbacks], **options
+        make_strategy(kind, directory, **(strategy or {})), callbacks=[*callbacks], **options
     )
     trainer.fit(model, ckpt_path=ckpt_path)
     return trainer
@@ -194,144 +201,7 @@ def learned(
     return weights(model)
 
 
-def weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the parameters and buffers, which later steps do not change."""
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
-
-
-def fingerprint(module: nn.Module) -> str:
-    """Return a hash of the weights."""
-    weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-    return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
-
-
-class At(L.Callback):
-    """Calls ``do(trainer)`` in one call of a hook, the first one or that after
-    ``earlier`` calls; on ``ranks``, by default on all.
-
-    Nothing is called if the hook runs less often, so a test asserts what ``do`` causes.
-    """
-
-    def __init__(
-        self,
-        hook: str,
-        do: Callable[[L.Trainer], object],
-        *,
-        earlier: int = 0,
-        ranks: Collection[int] = (),
-    ) -> None:
-        assert hasattr(L.Callback, hook), f"{hook} is not a hook"
-        self._do = do
-        self._calls_left = earlier
-        self._ranks = ranks
-        setattr(self, hook, self._call)
-
-    def _call(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        is_on_this_rank = not self._ranks or trainer.global_rank in self._ranks
-        if self._calls_left == 0 and is_on_this_rank:
-            self._do(trainer)
-        self._calls_left -= 1
-
-
-def signalled(
-    hook: str, earlier: int = 0, signum: int = signal.SIGTERM, *, ranks: Collection[int] = ()
-) -> At:
-    """Return a callback that signals its process at a call of a hook, see ``At``."""
-    return At(hook, partial(_signal_itself, signum), earlier=earlier, ranks=ranks)
-
-
-STOPPED = 128 + signal.SIGTERM  # the exit status of a rank that stops on SIGTERM
-
-
-def _signal_itself(signum: int, trainer: L.Trainer) -> None:
-    os.kill(os.getpid(), signum)
-
-
-class BoomError(ValueError):
-    """The error of ``boom``; no other code raises it."""
-
-
-def boom(*_: object) -> None:
-    raise BoomError("no such layer")
-
-
-def die(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def wait_for_ever(*_: object) -> None:
-    """Block in a way that no broken connection unblocks."""
-    threading.Event().wait()
-
-
-def wait_for_another_ranks_end(*_: object) -> None:
-    from lightning_ddp_ext.rendezvous.process_context import current
-
-    context = current()
-    assert context is not None
-    assert context.peers.wait(60.0) is not None
-
-
-def in_step(action: Callable[..., object], *ranks: int) -> At:
-    """Fail in the second step, when the first one has left gradients."""
-    return At("on_train_batch_start", action, earlier=1, ranks=ranks)
-
-
-E = TypeVar("E", bound=BaseException)
-
-
-def raised(
-    kind: type[E] | tuple[type[E], ...], function: Callable[..., object], *args: Any, **options: Any
-) -> E:
-    """Return the error of this kind that a call raises; fail if it raises none."""
-    with pytest.raises(kind) as caught:
-        function(*args, **options)
-    return caught.value
-
-
-@contextmanager
-def warnings_with(part: str) -> Iterator[list[str]]:
-    """Yield a list that has, after the block, the texts of its warnings that contain
-    ``part``.
-    """
-    found: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield found
-    texts = [str(warning.message) for warning in caught]
-    found += [text for text in texts if part in text]
-
-
-def limit_collectives(seconds: float) -> None:
-    """Change the ``timeout`` of this rank's collectives; a timeout from the start would
-    also limit the start, which a busy machine delays.
-    """
-    from lightning_ddp_ext.rendezvous.process_context import current
-
-    context = current()
-    assert context is not None
-    context.groups.serve(replace(context.groups.request, timeout=timedelta(seconds=seconds)))
-
-
-def change_timeouts(strategy: Any, **changes: Any) -> None:
-    """Change durations of the control channel, see ``Timeouts``; users cannot choose them."""
-    strategy._rendezvous.timeouts = replace(strategy._rendezvous.timeouts, **changes)
-
-
-def backend(name: str) -> str:
-    """Return the name, after registering gloo under it if torch has no such backend; a
-    stand-in for NCCL.
-    """
-    if not hasattr(dist.Backend, name.upper()):
-        dist.Backend.register_backend(name, dist.ProcessGroupGloo, devices=["cpu"])
-    return name
-
-
-# On several ranks.
+# Train on several ranks, from the process of the test.
 
 
 def fit_on(
@@ -416,6 +286,141 @@ def stock_group(
     gc.collect()
     dist.destroy_process_group()
     gc.collect()
+
+
+# Do something at one point of a training, on this rank.
+
+
+class At(L.Callback):
+    """Calls ``do(trainer)`` in one call of a hook, the first one or that after
+    ``earlier`` calls; on ``ranks``, by default on all.
+
+    Nothing is called if the hook runs less often, so a test asserts what ``do`` causes.
+    """
+
+    def __init__(
+        self,
+        hook: str,
+        do: Callable[[L.Trainer], object],
+        *,
+        earlier: int = 0,
+        ranks: Collection[int] = (),
+    ) -> None:
+        assert hasattr(L.Callback, hook), f"{hook} is not a hook"
+        self._do = do
+        self._calls_left = earlier
+        self._ranks = ranks
+        setattr(self, hook, self._call)
+
+    def _call(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        is_on_this_rank = not self._ranks or trainer.global_rank in self._ranks
+        if self._calls_left == 0 and is_on_this_rank:
+            self._do(trainer)
+        self._calls_left -= 1
+
+
+def in_step(action: Callable[..., object], *ranks: int) -> At:
+    """Fail in the second step, when the first one has left gradients."""
+    return At("on_train_batch_start", action, earlier=1, ranks=ranks)
+
+
+def signalled(
+    hook: str, earlier: int = 0, signum: int = signal.SIGTERM, *, ranks: Collection[int] = ()
+) -> At:
+    """Return a callback that signals its process at a call of a hook, see ``At``."""
+    return At(hook, partial(_signal_itself, signum), earlier=earlier, ranks=ranks)
+
+
+STOPPED = 128 + signal.SIGTERM  # the exit status of a rank that stops on SIGTERM
+
+
+def _signal_itself(signum: int, trainer: L.Trainer) -> None:
+    os.kill(os.getpid(), signum)
+
+
+class BoomError(ValueError):
+    """The error of ``boom``; no other code raises it."""
+
+
+def boom(*_: object) -> None:
+    raise BoomError("no such layer")
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def wait_for_ever(*_: object) -> None:
+    """Block in a way that no broken connection unblocks."""
+    threading.Event().wait()
+
+
+def wait_for_another_ranks_end(*_: object) -> None:
+    """Wait until this rank has been told that another one failed or exited."""
+    from lightning_ddp_ext.rendezvous.process_context import current
+
+    context = current()
+    assert context is not None
+    assert context.peers.wait(60.0) is not None
+
+
+def limit_collectives(seconds: float) -> None:
+    """Change the ``timeout`` of this rank's collectives; a timeout from the start would
+    also limit the start, which a busy machine delays.
+    """
+    from lightning_ddp_ext.rendezvous.process_context import current
+
+    context = current()
+    assert context is not None
+    context.groups.serve(replace(context.groups.request, timeout=timedelta(seconds=seconds)))
+
+
+def change_timeouts(strategy: Any, **changes: Any) -> None:
+    """Change durations of the control channel, see ``Timeouts``; users cannot choose them."""
+    strategy._rendezvous.timeouts = replace(strategy._rendezvous.timeouts, **changes)
+
+
+# Look at the results.
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the parameters and buffers, which later steps do not change."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Return a hash of the weights."""
+    weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+def raised(
+    kind: type[E] | tuple[type[E], ...], function: Callable[..., object], *args: Any, **options: Any
+) -> E:
+    """Return the error of this kind that a call raises; fail if it raises none."""
+    with pytest.raises(kind) as caught:
+        function(*args, **options)
+    return caught.value
+
+
+@contextmanager
+def warnings_with(part: str) -> Iterator[list[str]]:
+    """Yield a list that has, after the block, the texts of its warnings that contain
+    ``part``.
+    """
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    texts = [str(warning.message) for warning in caught]
+    found += [text for text in texts if part in text]
 
 
 def assert_same(ours: Any, stock: Any) -> None:

@@ -1,7 +1,8 @@
 """Training with each launcher and init method, on one node and on two, equals stock.
 
-This module is also the script that trains. Processes of the harness run it, or the launcher
-that starts it: they have imported torch and Lightning already.
+This module is also the script that trains: ``main`` and the functions below it run in the
+ranks. The tests start the script, or the launcher that starts it, in processes of the
+harness, which have imported torch and Lightning already.
 """
 
 import json
@@ -30,7 +31,7 @@ from tests.harness.ranks import (
     launch_ranks,
     output_of_all,
 )
-from tests.harness.scripts import print_line
+from tests.harness.scripts import be_the_script, print_line
 from tests.harness.training import (
     At,
     Kind,
@@ -103,7 +104,7 @@ def report_rank(run: int, trainer: L.Trainer) -> None:
     print_line(json.dumps({"run": run, "place": place, "weights": weights}))
 
 
-# What starts it.
+# The tests' side.
 
 
 class Runs:
@@ -188,25 +189,20 @@ def learn_as(kind: Kind, directory: Path) -> tuple[str, list[Any]]:
 
 
 def run_train(argument: str, env: Environment, processes: int = 2, **options: Any) -> str:
-    """Run the script in several processes, which must succeed; return their output."""
+    """Run the script in several processes of the harness, which must succeed; return their
+    output.
+    """
     return output_of_all(launch_ranks(be_train, processes, argument, env=env, **options))
 
 
 def be_train(rank: int, world_size: int, argument: str) -> None:
-    """Run the training script in this process."""
+    """Train in this process, which no script started."""
     sys.argv = [__file__, argument]  # a rank that starts others starts them with it
     main(**json.loads(argument))
 
 
-def be_torchrun(rank: int, world_size: int, words: Sequence[str]) -> None:
-    """Run torchrun in this process; the ranks that it starts import everything
-    themselves.
-    """
-    torch.distributed.run.main(words)
-
-
 @pytest.mark.lowest
-def test_by_hand_with_three_variables(tmp_path: Path) -> None:
+def test_processes_with_three_variables_train_as_ranks(tmp_path: Path) -> None:
     """With RANK, WORLD_SIZE and LOCAL_RANK, any process is a rank."""
     runs = Runs(tmp_path, "none", *METHODS)
     # A month is longer than the kernel's timers can count.
@@ -216,13 +212,13 @@ def test_by_hand_with_three_variables(tmp_path: Path) -> None:
     runs.expect_trained(run_train(runs.argument(strategy=limits), by_hand_env(2, free_port())))
 
 
-def test_srun(tmp_path: Path) -> None:
+def test_tasks_of_srun_train_as_ranks(tmp_path: Path) -> None:
     """A task of srun is a rank; the job gives the address."""
     runs = Runs(tmp_path, "none", "tcp")
     runs.expect_trained(run_train(runs.argument(), by_srun()))
 
 
-def test_mpirun(tmp_path: Path) -> None:
+def test_processes_of_mpirun_train_as_ranks(tmp_path: Path) -> None:
     """A process of Open MPI's mpirun is a rank, also where mpi4py is not installed;
     rank 0 may have an IPv6 address.
     """
@@ -241,7 +237,7 @@ def test_mpirun(tmp_path: Path) -> None:
         ("fork", METHODS, ["fit", "test"]),
     ],
 )
-def test_start_methods(
+def test_each_start_method_returns_weights_and_results(
     start_method: str, methods: tuple[str, ...], calls: list[str], tmp_path: Path
 ) -> None:
     """The launching process gets the ranks' weights and results; a second call
@@ -261,7 +257,7 @@ def test_start_methods(
     )
 
 
-def test_torchrun(tmp_path: Path) -> None:
+def test_ranks_that_torchrun_restarts_connect_again(tmp_path: Path) -> None:
     """The ranks connect by the init method, and again when torchrun restarts them.
 
     The restart follows the death of rank 0, which the other rank reports.
@@ -271,7 +267,8 @@ def test_torchrun(tmp_path: Path) -> None:
     words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", __file__]
     words.append(runs.argument(death=death))
     env: Environment = {"GLOO_SOCKET_IFNAME": None}
-    output = output_of_all(launch_ranks(be_torchrun, 1, words, env=env))
+    torchrun = (Path(torch.distributed.run.__file__), words, tmp_path.parent)
+    output = output_of_all(launch_ranks(be_the_script, 1, *torchrun, env=env))
     # Both ranks return from the first run, and after the restart from all three.
     runs.expect_trained(output, returns=2 * (1 + 3), connections=[2, 2, 1])
     died = r"rank 0 \(host .+, pid \d+\) died: its process ended unexpectedly; every rank stops\."
@@ -296,7 +293,7 @@ def nodes(two_hosts: Network) -> Network:
 
 
 @pytest.mark.netns
-def test_by_hand_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
+def test_processes_on_two_nodes_train_as_ranks(nodes: Network, shared_dir: Path) -> None:
     """Each rank is a process that a user starts on its node; the network may use IPv6."""
     urls = {
         "tcp": f"tcp://{nodes[0].address}:{PORT + 1}",
@@ -318,7 +315,7 @@ def test_by_hand_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.netns
-def test_a_script_on_each_node(nodes: Network, shared_dir: Path) -> None:
+def test_a_script_on_each_node_starts_its_ranks(nodes: Network, shared_dir: Path) -> None:
     """A script started by hand with NODE_RANK starts the other ranks of its node."""
     runs = Runs(shared_dir, "tcp", nodes=2, tcp=f"tcp://{nodes[0].address}:{PORT}")
     env: Environment = {"NODE_RANK": str, "GLOO_SOCKET_IFNAME": None}

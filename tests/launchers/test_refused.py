@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 from lightning_ddp_ext import DDPExtError, DDPExtStrategy
-from tests.harness.environment import by_mpirun, by_srun, environment_of
-from tests.harness.ranks import Environment, by_hand_env
+from tests.harness.environment import (
+    Environment,
+    by_hand_env,
+    by_mpirun,
+    by_srun,
+    environment_of,
+)
 from tests.harness.training import Net, make_trainer
 
 BY_TORCHRUN: Environment = {

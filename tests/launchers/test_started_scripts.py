@@ -7,7 +7,6 @@ import json
 import re
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -17,6 +16,8 @@ from lightning_ddp_ext.errors import ConfigurationError
 from tests.harness.ranks import run_ranks
 from tests.harness.scripts import run_on_ranks, run_script
 from tests.harness.training import raised
+
+# How the ranks of a script start.
 
 SCRIPT = """
 import json
@@ -47,12 +48,6 @@ sys.stdout.flush()
 NO_SCRIPT = "/dev/null"
 
 
-def start_of_each_rank(output: str) -> list[dict[str, Any]]:
-    """Return what each rank printed about its start, in the order of ranks."""
-    found = re.findall(r"^started: (.*)$", output, re.MULTILINE)
-    return sorted((json.loads(line) for line in found), key=lambda start: start["rank"])
-
-
 def test_ranks_of_a_module_start_as_it_did(tmp_path: Path) -> None:
     """With ``python -m``, the ranks have the same arguments and directory."""
     package = tmp_path / "pkg"
@@ -60,9 +55,12 @@ def test_ranks_of_a_module_start_as_it_did(tmp_path: Path) -> None:
     (package / "train.py").write_text(SCRIPT)
     launcher = ("env", "-C", str(tmp_path), "python", "-m", "pkg.train", "--lr", "0.1")
     output = run_script(NO_SCRIPT, launcher=launcher)
+    starts = map(json.loads, re.findall(r"^started: (.*)$", output, re.MULTILINE))
     arguments = ["--lr", "0.1", NO_SCRIPT]
     expected = {"arguments": arguments, "directory": str(tmp_path), "world_size": 2}
-    assert start_of_each_rank(output) == [{**expected, "rank": rank} for rank in (0, 1)]
+    assert sorted(starts, key=lambda start: start["rank"]) == [
+        {**expected, "rank": rank} for rank in (0, 1)
+    ]
 
 
 TIME_LIMIT = 90.0  # seconds; ranks that do not find each other would wait for init_timeout
@@ -112,6 +110,9 @@ def test_a_started_rank_refuses_a_trainer_with_fewer_devices() -> None:
         "ConfigurationError: this process is local rank 1, but this Trainer has devices=1; use"
     )
     assert message in output
+
+
+# The script of the package itself.
 
 
 def test_each_rank_is_described_before_an_all_reduce(tmp_path: Path) -> None:

@@ -70,36 +70,40 @@ def train_over_lo(directory: Path, options: NCCLOptions | None) -> Recorder:
     return recorder
 
 
-def change_settings(rank: int, world_size: int, directory: Path) -> list[Any]:
-    """Train four times; return the variables in each run, and whether its group is not
-    the one before, and the variables after the runs.
+def change_settings(
+    rank: int, world_size: int, directory: Path
+) -> tuple[list[Any], dict[str, str]]:
+    """Train four times; return the variables in each run and whether its group is not the
+    one before, and the variables after the runs.
     """
-    seen: list[Any] = []
+    runs: list[Any] = []
     group = None
     for options in (NCCLOptions(debug="WARN"), OF_EACH_TYPE, None, None):
         recorder = train_over_lo(directory, options)
-        seen.append((recorder.variables, recorder.group is not group))
+        runs.append((recorder.variables, recorder.group is not group))
         group = recorder.group
     leave()
-    return [*seen, variables()]
+    return runs, variables()
 
 
 def test_variables_are_set_while_the_group_is_open(tmp_path: Path) -> None:
     """Each Trainer has the variables of its own settings, and a new group only if these
     differ from the last Trainer's; afterwards none is set.
     """
-    expected = [
-        ({"NCCL_DEBUG": "WARN"} | ON_LO, True),
-        (VARIABLES_OF_EACH_TYPE | ON_LO, True),
-        (ON_LO, True),
-        (ON_LO, False),
-        {},
-    ]
     env = {**by_hand_env(2), **NOT_EXPORTED}
-    assert run_ranks(change_settings, 2, tmp_path, env=env) == [expected] * 2
+    for runs, variables_afterwards in run_ranks(change_settings, 2, tmp_path, env=env):
+        assert runs == [
+            ({"NCCL_DEBUG": "WARN"} | ON_LO, True),
+            (VARIABLES_OF_EACH_TYPE | ON_LO, True),
+            (ON_LO, True),
+            (ON_LO, False),
+        ]
+        assert variables_afterwards == {}
 
 
-def contradict_and_agree(rank: int, world_size: int, directory: Path) -> list[Any]:
+def contradict_and_agree(
+    rank: int, world_size: int, directory: Path
+) -> tuple[dict[str, str], dict[str, str]]:
     """Train with another value than the exported one, then with the same; return the
     variables in the second run and after it.
     """
@@ -111,7 +115,7 @@ def contradict_and_agree(rank: int, world_size: int, directory: Path) -> list[An
         train_over_lo(directory, NCCLOptions(debug="WARN"))
     agreeing = train_over_lo(directory, NCCLOptions(debug="INFO"))
     leave()
-    return [agreeing.variables, variables()]
+    return agreeing.variables, variables()
 
 
 def test_variables_that_the_user_exports_stay(tmp_path: Path) -> None:
@@ -120,8 +124,9 @@ def test_variables_that_the_user_exports_stay(tmp_path: Path) -> None:
     """
     exported = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "lo"}
     env = {**by_hand_env(2), **NOT_EXPORTED, **exported}
-    expected = [exported | {"GLOO_SOCKET_IFNAME": "lo"}, exported]
-    assert run_ranks(contradict_and_agree, 2, tmp_path, env=env) == [expected] * 2
+    for during, afterwards in run_ranks(contradict_and_agree, 2, tmp_path, env=env):
+        assert during == exported | {"GLOO_SOCKET_IFNAME": "lo"}
+        assert afterwards == exported
 
 
 def fit_with_options(rank: int, world_size: int, directory: Path) -> list[str | None]:

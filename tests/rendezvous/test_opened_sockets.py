@@ -14,9 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_ddp_ext.rendezvous import opened_sockets
-from lightning_ddp_ext.rendezvous.channel import (
-    Channel,
-)
+from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.network import listen
 from lightning_ddp_ext.rendezvous.opened_sockets import OpenedSockets
 
@@ -56,6 +54,7 @@ def test_a_file_that_has_reused_a_descriptor_keeps_no_lock(
         fcntl.flock(connection, fcntl.LOCK_EX)
         return search()
 
+    # No call of a user reaches this moment of the abort.
     monkeypatch.setattr(opened_sockets, "_descriptors_of_python", reuse_meanwhile)
     opened.abort()
     os.close(connection)

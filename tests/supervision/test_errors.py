@@ -1,5 +1,7 @@
-"""An exception or a death on one rank, on real Trainers: every other rank gets the
-cause, and none waits for it.
+"""An exception or a death on one rank, on real Trainers: every other rank gets the cause,
+none waits for it, and the same processes can train again.
+
+Functions with the arguments ``rank`` and ``world_size`` run on the ranks.
 """
 
 import re
@@ -10,17 +12,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from torch import Tensor
 
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
-from lightning_ddp_ext.integration.strategy_ranks import ranks_of
-from lightning_ddp_ext.rendezvous.process_group import ProcessGroups
+from lightning_ddp_ext.forced_exit import ForcedExit
 from tests.harness.ranks import (
     Outcome,
     RankProcesses,
@@ -30,6 +29,7 @@ from tests.harness.ranks import (
     launch_ranks,
     rank_name,
     run_ranks,
+    stories,
 )
 from tests.harness.training import (
     At,
@@ -43,7 +43,6 @@ from tests.harness.training import (
     fit,
     fit_on,
     in_step,
-    interrupt,
     learned,
     make_strategy,
     make_trainer,
@@ -53,11 +52,7 @@ from tests.harness.training import (
     wait_for_ever,
 )
 
-STEPS_OF_EPOCH = 4  # of ``Net``, on two ranks
-STUCK = (
-    r"process raised an exception and has not exited within 0\.3 s \(save_deadline\), so rank \d"
-    r" exits at \S+:\d+"
-)
+# One rank raises.
 
 
 def assert_names_culprit(survivor: Outcome, culprit: int, pid: int) -> None:
@@ -82,19 +77,19 @@ def catch_and_stay(rank: int, world_size: int, directory: Path, fault: At) -> No
 
 
 @pytest.mark.parametrize(
-    ("fault", "culprit", "steps"),
+    ("fault", "culprit", "saved_step"),
     [
         pytest.param(At("setup", boom, ranks=[0]), 0, 0, id="before training"),
         pytest.param(
             At("on_validation_batch_start", boom, ranks=[1]),
             1,
-            STEPS_OF_EPOCH,
+            4,  # steps of an epoch of ``Net``, on two ranks
             id="in the validation after an epoch",
         ),
     ],
 )
 def test_others_raise_while_the_failed_rank_continues(
-    fault: At, culprit: int, steps: int, tmp_path: Path
+    fault: At, culprit: int, saved_step: int, tmp_path: Path
 ) -> None:
     """The other rank exits and names the cause while the failed one keeps running.
 
@@ -107,7 +102,27 @@ def test_others_raise_while_the_failed_rank_continues(
         (failed,) = ranks.wait(culprit)
     assert_names_culprit(survivor, culprit, failed.pid)
     assert failed.exit_code == 0, failed.story()
-    assert torch.load(tmp_path / "on_exception.ckpt", weights_only=False)["global_step"] == steps
+    saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
+    assert saved["global_step"] == saved_step
+
+
+def fit_twice(rank: int, world_size: int, directory: Path) -> None:
+    trainer = make_trainer(make_strategy("ours", directory), max_epochs=1)
+    trainer.fit(Net())
+    if rank == 0:
+        boom()
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Net())
+
+
+def test_a_rank_that_raises_between_two_fits_is_named(tmp_path: Path) -> None:
+    """A rank that waits in the second fit raises."""
+    failed, survivor = launch_ranks(fit_twice, 2, tmp_path)
+    assert failed.exit_code == 1
+    assert_names_culprit(survivor, 0, failed.pid)
+
+
+# A rank blocks for ever after a failure: it exits all the same.
 
 
 def fit_with_little_time(rank: int, world_size: int, directory: Path, *faults: At) -> None:
@@ -136,75 +151,58 @@ def test_a_rank_that_nothing_can_wake_exits(
 
 
 def leave_a_thread(*_: object) -> None:
+    """Raise, and leave a thread that Python waits for at the end of a script."""
     threading.Thread(target=wait_for_ever).start()
     boom()
 
 
-@pytest.mark.parametrize(
-    ("faults", "stuck"),
-    [
-        pytest.param([At("on_exception", wait_for_ever)], [0, 1], id="in a hook of both ranks"),
-        pytest.param([], [0], id="at the end, in a thread of rank 0"),
-    ],
+FORCED = (
+    r"process raised an exception and has not exited within 0\.3 s \(save_deadline\), so rank \d"
+    r" exits at \S+:\d+"
 )
-def test_a_rank_that_raised_exits_within_the_save_deadline(
-    faults: list[At], stuck: list[int], tmp_path: Path
-) -> None:
-    """A rank exits even if hooks, or threads of its script, block.
 
-    The message has the line where they do.
+
+def assert_forced_to_exit(ranks: list[int], directory: Path, *faults: At) -> None:
+    """Train with a short deadline on two ranks; assert that both fail, and that these
+    print the deadline and the line where they block.
     """
-    faults = [in_step(leave_a_thread, 0), *faults]
-    outcomes = fit_on(2, tmp_path, Net(), *faults, strategy={"save_deadline": 0.3})
-    for outcome in outcomes:
-        assert outcome.exit_code == 1, outcome.story()
-    for rank in stuck:
-        assert re.search(STUCK, outcomes[rank].output), outcomes[rank].story()
+    outcomes = fit_on(2, directory, Net(), *faults, strategy={"save_deadline": 0.3})
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1], stories(outcomes)
+    for rank in ranks:
+        assert re.search(FORCED, outcomes[rank].output), outcomes[rank].story()
 
 
-def exit_with_text(*_: object) -> None:
-    sys.exit("the config is empty")
+def test_ranks_that_block_in_a_hook_exit_within_the_save_deadline(tmp_path: Path) -> None:
+    """A rank that raised, and one that failed with it, print the line of the hook."""
+    faults = in_step(leave_a_thread, 0), At("on_exception", wait_for_ever)
+    assert_forced_to_exit([0, 1], tmp_path, *faults)
 
 
-class Unprintable(Exception):
-    def __init__(self) -> None:
-        super().__init__()
-        self.unpicklable = threading.Lock()
-
-    def __str__(self) -> str:
-        raise TypeError("no text")
+def test_a_rank_whose_thread_blocks_exits_within_the_save_deadline(tmp_path: Path) -> None:
+    """After its exception, a script waits for its threads only so long."""
+    assert_forced_to_exit([0], tmp_path, in_step(leave_a_thread, 0))
 
 
-def raise_unprintable(*_: object) -> None:
-    raise Unprintable
+def count_down_twice(rank: int, world_size: int) -> None:
+    """Start a countdown that ends without an exit, and one whose exit is needed."""
+    countdown = ForcedExit("countdown")
+    was_asked = threading.Event()
+    countdown.start(0.0, 1, str, is_needed=was_asked.set)
+    was_asked.wait()
+    for thread in threading.enumerate():
+        if thread.name == "countdown":
+            thread.join()
+    countdown.start(0.0, 7, lambda: "rank 1 died")
+    threading.Event().wait()
 
 
-def raise_megabytes(*_: object) -> None:
-    raise BoomError("no such layer" + 4_000_000 * "!")
+def test_a_countdown_can_start_again_after_one_that_was_not_needed() -> None:
+    """The process then exits with the message and the status of the second one."""
+    [outcome] = launch_ranks(count_down_twice, 1)
+    assert (outcome.exit_code, outcome.output) == (7, "rank 1 died\n")
 
 
-def fit_twice(rank: int, world_size: int, directory: Path) -> None:
-    trainer = make_trainer(make_strategy("ours", directory), max_epochs=1)
-    trainer.fit(Net())
-    if rank == 0:
-        boom()
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(Net())
-
-
-def test_a_rank_that_raises_between_two_fits_is_named(tmp_path: Path) -> None:
-    """A rank that waits in the second fit raises."""
-    failed, survivor = launch_ranks(fit_twice, 2, tmp_path)
-    assert failed.exit_code == 1
-    assert_names_culprit(survivor, 0, failed.pid)
-
-
-def wait_for_forced_exit() -> None:
-    """Wait until the time has passed after which a blocked rank is forced to exit."""
-    while countdowns := [each for each in threading.enumerate() if each.name == "ddpx-exit"]:
-        # The list also has a thread whose ``start`` is running, which cannot be joined yet.
-        with suppress(RuntimeError):
-            countdowns[0].join()
+# A rank dies while the others run the user's own code.
 
 
 def fit_work_and_fit(rank: int, world_size: int, directory: Path) -> None:
@@ -215,6 +213,14 @@ def fit_work_and_fit(rank: int, world_size: int, directory: Path) -> None:
     wait_for_forced_exit()
     announce("still there")
     fit("ours", directory, Net())
+
+
+def wait_for_forced_exit() -> None:
+    """Wait until the time has passed after which a blocked rank is forced to exit."""
+    while countdowns := [each for each in threading.enumerate() if each.name == "ddpx-exit"]:
+        # The list also has a thread whose ``start`` is running, which cannot be joined yet.
+        with suppress(RuntimeError):
+            countdowns[0].join()
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -236,23 +242,40 @@ def test_a_death_after_fit_is_raised_by_the_next_fit(culprit: int, tmp_path: Pat
     )
 
 
-# What rank 1 or rank 0 raises in one fit after another, and how the other rank names it.
-FAILURES: list[tuple[Callable[..., None], int, str]] = [
-    (exit_with_text, 1, "SystemExit: the config is empty"),
-    (boom, 0, "BoomError: no such layer"),
-    (interrupt, 1, "KeyboardInterrupt"),
-    (raise_unprintable, 1, "Unprintable: <its __str__ fails>"),
-    (raise_megabytes, 1, "BoomError: no such layer!!!"),
+# The processes catch a failure and train again.
+
+
+class Unprintable(Exception):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unpicklable = threading.Lock()
+
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+# What a rank raises, its number, and how the other rank names the failure.
+FAILURES = [
+    (SystemExit("the config is empty"), 1, "SystemExit: the config is empty"),
+    (BoomError("no such layer"), 0, "BoomError: no such layer"),
+    (KeyboardInterrupt(), 1, "KeyboardInterrupt"),
+    (Unprintable(), 1, "Unprintable: <its __str__ fails>"),
+    (BoomError("no such layer" + 4_000_000 * "!"), 1, "BoomError: no such layer!!!"),
 ]
 
 
-def fit_again(rank: int, world_size: int, directory: Path) -> dict[str, Tensor]:
+def throw(error: BaseException, *_: object) -> None:
+    raise error
+
+
+def fit_after_failures(rank: int, world_size: int, directory: Path) -> dict[str, torch.Tensor]:
     """Fit once with each failure, which every rank catches, and once without; return the
     weights of the last fit.
     """
-    for action, culprit, reason in FAILURES:
+    for failure, culprit, reason in FAILURES:
         expected = BaseException if rank == culprit else RankFailedError
-        error = raised(expected, fit, "ours", directory, Net(), in_step(action, culprit))
+        fault = in_step(partial(throw, failure), culprit)
+        error = raised(expected, fit, "ours", directory, Net(), fault)
         if rank != culprit:
             message = str(error)
             assert f"rank {culprit} (host " in message
@@ -265,11 +288,13 @@ def test_processes_that_have_caught_a_failure_train_again(tmp_path: Path) -> Non
     """``sys.exit``, Ctrl-C, and exceptions without a text or with megabytes of it are
     reported like any other, and the same processes connect again.
     """
-    first, second = run_ranks(fit_again, 2, tmp_path)
+    first, second = run_ranks(fit_after_failures, 2, tmp_path)
     assert_same(first, second)
 
 
-def form_again(rank: int, world_size: int, directory: Path) -> dict[str, Tensor]:
+def fit_after_a_group_failed(
+    rank: int, world_size: int, directory: Path
+) -> dict[str, torch.Tensor]:
     """Fit while rank 1 cannot form its group, and once more; return the weights."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -281,7 +306,7 @@ def form_again(rank: int, world_size: int, directory: Path) -> dict[str, Tensor]
 
 def test_a_group_that_could_not_be_formed_is_formed_again(tmp_path: Path) -> None:
     """One rank had an error of its own, and torch has counted the attempt of the other."""
-    first, second = run_ranks(form_again, 2, tmp_path)
+    first, second = run_ranks(fit_after_a_group_failed, 2, tmp_path)
     assert_same(first, second)
 
 
@@ -301,8 +326,10 @@ def test_the_next_fit_removes_handlers_of_one_without_a_teardown(tmp_path: Path)
     assert run_ranks(keeps_handlers, 2, tmp_path) == [True, True]
 
 
-def hook_after_reconnecting(rank: int, world_size: int, directory: Path) -> bool:
-    """Set a hook between two runs for which the ranks connect; whether it is still set."""
+def keeps_hook(rank: int, world_size: int, directory: Path) -> bool:
+    """Set a hook between two fits for which the ranks connect; return whether it is still
+    set.
+    """
     fit("ours", directory, Net())
 
     def hook(*_: object) -> None: ...
@@ -315,7 +342,7 @@ def hook_after_reconnecting(rank: int, world_size: int, directory: Path) -> bool
 
 def test_a_users_hook_for_exceptions_stays_in_front(tmp_path: Path) -> None:
     """Neither torch's hook nor ours moves in front of it when a group is formed again."""
-    assert run_ranks(hook_after_reconnecting, 2, tmp_path) == [True, True]
+    assert run_ranks(keeps_hook, 2, tmp_path) == [True, True]
 
 
 # An exception is a rank's own, whatever its text, unless another rank broke the collective
@@ -325,7 +352,7 @@ def test_a_users_hook_for_exceptions_stays_in_front(tmp_path: Path) -> None:
 class FailsInBackward(Net):
     """The backward pass of rank 1 fails in C++ for its own reason, while rank 0 works."""
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: Batch, index: int) -> torch.Tensor:
         if index == 1 and self.global_rank == 0:
             hold("busy")
         loss = self.loss(batch)
@@ -349,22 +376,14 @@ def test_an_error_while_another_rank_works_is_the_ranks_own(tmp_path: Path) -> N
 class NeedsNoGradient(Net):
     """The backward pass fails in C++."""
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: Batch, index: int) -> torch.Tensor:
         return self.loss(batch).detach()
-
-
-def fail_alone(rank: int, world_size: int, directory: Path) -> None:
-    fit("ours", directory, NeedsNoGradient(), devices=1, max_epochs=1)
 
 
 def test_a_single_rank_raises_its_own_error(tmp_path: Path) -> None:
     """It asks no other rank what has broken its backward pass."""
-    [failed] = launch_ranks(fail_alone, 1, tmp_path)
+    [failed] = fit_on(1, tmp_path, NeedsNoGradient(), max_epochs=1)
     assert failed.failure.message.startswith("element 0 of tensors does not require grad")
-
-
-def use_socket() -> None:
-    raise RuntimeError("gloo: no socket is left, connection reset by peer")
 
 
 def fail_after_fit(rank: int, world_size: int, directory: Path, work: Callable[[], object]) -> None:
@@ -384,9 +403,13 @@ def failure_after_fit(work: Callable[[], object], directory: Path) -> Outcome:
     return failed
 
 
+def raise_text_of_gloo() -> None:
+    raise RuntimeError("gloo: no socket is left, connection reset by peer")
+
+
 def test_an_error_after_fit_is_the_ranks_own(tmp_path: Path) -> None:
     """Whatever its text, it is raised and printed, although another rank has exited."""
-    failed = failure_after_fit(use_socket, tmp_path)
+    failed = failure_after_fit(raise_text_of_gloo, tmp_path)
     assert failed.failure.message.startswith("gloo: no socket is left"), failed.story()
     assert "RuntimeError: gloo: no socket is left" in failed.output
 
@@ -406,80 +429,3 @@ def test_a_collective_after_fit_names_the_rank_that_exited(tmp_path: Path) -> No
         r" \(\S+/test_errors\.py:\d+\)\n(.*\n)*.*RankFailedError: rank 1",
         failed.output,
     ), failed.story()
-
-
-# With NCCL, an aborted collective returns arbitrary values, and an abort may never return;
-# gloo plays its part.
-
-
-class LikeNCCL:
-    """Makes collectives of this process wait for their abort, and then return zeros, as
-    NCCL's do.
-    """
-
-    def __init__(self, *, abort_returns: bool) -> None:
-        self.abort_returns = abort_returns
-        self.is_aborted = threading.Event()
-
-    def install(self) -> None:
-        ProcessGroups.uses_nccl = property(lambda self: True)
-        dist.distributed_c10d._abort_process_group = self.abort
-        dist.broadcast = partial(self.call, dist.broadcast)
-        dist.all_reduce = partial(self.call, dist.all_reduce)
-
-    def abort(self) -> None:
-        self.is_aborted.set()
-        if not self.abort_returns:
-            threading.Event().wait()
-
-    def call(self, collective: Any, received: torch.Tensor, *args: Any, **options: Any) -> None:
-        try:
-            collective(received, *args, **options)
-        except RuntimeError:
-            self.is_aborted.wait()
-            received.zero_()
-
-
-def exchange(trainer: Any) -> None:
-    """Wait for work of rank 0, which dies in it."""
-    ranks_of(trainer.strategy).on_rank_zero(lambda: hold("working"), "work")
-
-
-def compare(trainer: Any) -> None:
-    """Use a reduced value in a way that fails if it is arbitrary."""
-    if trainer.global_rank == 0:
-        hold("working")
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total.item() == trainer.world_size
-
-
-def train(
-    rank: int, world_size: int, directory: Path, work: Any, *, abort_returns: bool = True
-) -> None:
-    """Do some work after each step; rank 1 behaves as if it used NCCL."""
-    stand_in = LikeNCCL(abort_returns=abort_returns)
-    install = At("on_fit_start", lambda trainer: stand_in.install(), ranks=[1])
-    fit("ours", directory, Net(), install, At("on_train_batch_end", work))
-
-
-@pytest.mark.parametrize("work", [exchange, compare])
-def test_arbitrary_values_after_a_death_name_the_dead_rank(work: Any, tmp_path: Path) -> None:
-    """A survivor raises the same error as with gloo, in the place of one that follows
-    from arbitrary values.
-    """
-    with RankProcesses(train, 2, tmp_path, work) as ranks:
-        ranks.wait_for("working", 0)
-        ranks.kill(0)
-        died, survivor = ranks.wait()
-    error_of(survivor, RankDiedError, 0, died.pid)
-
-
-def test_an_abort_that_never_returns_does_not_keep_the_process(tmp_path: Path) -> None:
-    """The survivor raises the error, and exits."""
-    with RankProcesses(train, 2, tmp_path, exchange, abort_returns=False) as ranks:
-        ranks.wait_for("working", 0)
-        ranks.kill(0)
-        _, survivor = ranks.wait()
-    assert survivor.exit_code == 1, survivor.story()
-    assert "RankDiedError: rank 0" in survivor.output, survivor.story()

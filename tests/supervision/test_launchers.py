@@ -1,45 +1,42 @@
-"""Runs whose ranks a script started end correctly: after a kill during the start, after
-Ctrl-C, and after success; and runs whose ranks are forked functions: after a failure, after
-a kill, after a signal.
+"""All processes of a run end if one of its ranks does, or the process that started them.
 
-The script is a process of the harness, which has imported everything; the ranks that it
-starts are run as a user runs them. What is so whichever way functions are started is tested
-with forked ones, where nothing is imported anew; every test fails if one of its processes is
-left. What torchrun makes of a killed rank is in ``tests.launchers.test_launchers``; kills of
-ranks and of launching processes in the middle of training are in ``tests.faults``.
+First the ranks are scripts, which a script started; then they are functions, which a process
+that is not a rank forked (the other start methods differ only in their imports). The process
+that starts ranks is one of the harness, which has imported everything. Every test fails if
+one of its processes is left.
+
+``tests.launchers.test_launchers`` has torchrun, and ``tests.faults`` kills in the middle of
+training.
 """
 
-import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import lightning_ddp_ext as ddpx
-from lightning_ddp_ext.forced_exit import ForcedExit
 from lightning_ddp_ext.supervision.started_ranks import ChildScripts
-from tests.harness.environment import MARK, marked, name_of, wait_until_exited
+from tests.harness.environment import MARK, marked, wait_until_exited
 from tests.harness.ranks import (
-    Environment,
     RankProcesses,
     announce,
     free_port,
-    launch_ranks,
     rank_name,
 )
 from tests.harness.scripts import be_the_script, run_script
 from tests.harness.training import At, Net, boom, die, in_step, make_trainer, wait_for_ever
 
-# Prints that a rank begins before anything is imported. Rank 1 then ``stays`` there;
-# or, after the training, it ``lingers``, ``raises`` or ``dies``: the second argument.
+# Ranks are scripts.
+
+
+# Trains with the strategy of the first argument. Each rank prints that it begins before it
+# imports anything. The second argument is what rank 1 then does: it ``stays`` there; or,
+# after the training, it ``lingers``, ``raises`` or ``dies``.
 SCRIPT = """
 import atexit
 import multiprocessing
@@ -92,31 +89,19 @@ if __name__ == "__main__":
 """
 
 
-@contextlib.contextmanager
 def training_script(
-    rank_one: str = "",
-    *,
-    strategy: str = "ddp_ext",
-    ends_within: float = 60.0,
-    env: Environment | None = None,
-) -> Iterator[RankProcesses]:
-    """Run the training script; fail unless all its processes exit within these seconds
-    after the first.
+    directory: Path, strategy: str, rank_one: str = "", **env: str
+) -> RankProcesses:
+    """Return the processes of the harness that run the script: one, which starts the ranks."""
+    path = directory / "script.py"
+    path.write_text(SCRIPT)
+    variables = {**env, MARK: mark_of_script()}
+    return RankProcesses(be_the_script, 1, path, (strategy, rank_one), directory, env=variables)
 
-    Rank 1 ``stays`` at its start or ``lingers`` after training, as ``rank_one`` says.
-    """
-    mark = f"{os.environ[MARK]}/script"
-    env = {**(env or {}), MARK: mark}
-    with tempfile.TemporaryDirectory() as cwd:
-        path = Path(cwd, "script.py")
-        path.write_text(SCRIPT)
-        arguments = (strategy, rank_one)
-        with RankProcesses(be_the_script, 1, path, arguments, cwd, env=env) as script:
-            yield script
-            (outcome,) = script.wait()
-            left = wait_until_exited(lambda: marked(mark), ends_within)
-        names = [name_of(process) for process in left]
-        assert not names, f"{names}\n{outcome.story()}"
+
+def mark_of_script() -> str:
+    """Return the mark of the script and all processes that it starts."""
+    return f"{os.environ[MARK]}/script"
 
 
 def wait_for_rank_one(script: RankProcesses) -> int:
@@ -132,11 +117,13 @@ def wait_for_rank_one(script: RankProcesses) -> int:
         pytest.param("ddp_ext_spawn", "died: it was killed by SIGKILL", marks=pytest.mark.nightly),
     ],
 )
-def test_a_kill_during_start_up_is_reported_by_the_launcher(strategy: str, verdict: str) -> None:
+def test_a_kill_during_start_up_is_reported_by_the_launcher(
+    strategy: str, verdict: str, tmp_path: Path
+) -> None:
     """The error names a rank that was killed before it imported anything, long before
     ``init_timeout``.
     """
-    with training_script("stays", strategy=strategy) as script:
+    with training_script(tmp_path, strategy, "stays") as script:
         pid = wait_for_rank_one(script)
         os.kill(pid, signal.SIGKILL)
         (done,) = script.wait()
@@ -145,12 +132,14 @@ def test_a_kill_during_start_up_is_reported_by_the_launcher(strategy: str, verdi
 
 
 @pytest.mark.nightly
-def test_a_rank_that_is_orphaned_while_it_starts_ends() -> None:
+def test_a_rank_that_is_orphaned_while_it_starts_ends(tmp_path: Path) -> None:
     """If its launcher is killed during the imports, the rank exits once it looks for it."""
     env = {"DDPX_INIT_METHOD": f"tcp://127.0.0.1:{free_port()}"}
-    with training_script(env=env) as script:
+    with training_script(tmp_path, "ddp_ext", **env) as script:
         wait_for_rank_one(script)
         script.kill(0)
+        script.wait()
+        assert not wait_until_exited(lambda: marked(mark_of_script()), 60.0)
 
 
 @pytest.mark.nightly
@@ -159,8 +148,9 @@ def test_the_launching_rank_waits_for_those_that_still_work(tmp_path: Path) -> N
     ``fit`` is not an orphan.
     """
     env = {"DDPX_INIT_METHOD": f"file://{tmp_path}/store"}
-    with training_script("lingers", env=env, ends_within=0.0) as script:
+    with training_script(tmp_path, "ddp_ext", "lingers", **env) as script:
         (done,) = script.wait()
+        assert not marked(mark_of_script())
     assert done.exit_code == 0, done.output
     assert "rank 1 is at the end" in done.output.splitlines(), done.output
     assert f"process group: gloo, 2 ranks, file://{tmp_path}/store" in done.output
@@ -195,21 +185,22 @@ def test_a_stuck_child_is_stopped_after_the_time_limit(
     )
 
 
-# Forked functions.
+# Ranks are forked functions.
 
 
-def train(rank: int, world_size: int, directory: Path, *faults: At, endless: bool = False) -> None:
-    """Start two ranks from a process that is not a rank; ``endless``: until a signal.
-
-    A survivor has some seconds to leave its step, and a minute to stop if it is ``endless``.
+def train(
+    rank: int, world_size: int, directory: Path, *callbacks: At, max_epochs: int, save_deadline: int
+) -> None:
+    """Start two ranks from this process, which is not a rank; the deadline is also that of
+    a survivor in its step.
     """
     options = {
-        "max_epochs": -1 if endless else 1,
+        "max_epochs": max_epochs,
         "limit_val_batches": 0,
         "default_root_dir": directory,
     }
-    strategy = ddpx.DDPExtStrategy(start_method="fork", save_deadline=60 if endless else 5)
-    make_trainer(strategy, callbacks=[*faults], **options).fit(Net())
+    strategy = ddpx.DDPExtStrategy(start_method="fork", save_deadline=save_deadline)
+    make_trainer(strategy, callbacks=[*callbacks], **options).fit(Net())
 
 
 def announce_step(*_: object) -> None:
@@ -263,7 +254,9 @@ def test_the_launching_process_names_a_rank_that_ends_early(
     prints a line.
     """
     start = At("setup", announce_step)
-    with RankProcesses(train, 1, tmp_path, start, *faults) as launching:
+    with RankProcesses(
+        train, 1, tmp_path, start, *faults, max_epochs=1, save_deadline=5
+    ) as launching:
         pids = pids_of_ranks(launching)
         (outcome,) = launching.wait()
     assert outcome.exit_code == 1, outcome.story()
@@ -286,31 +279,12 @@ def test_a_signal_to_the_launching_process_alone_ends_the_ranks(
     In a notebook, only the kernel gets Ctrl-C, not its children.
     """
     in_third_step = At("on_train_batch_start", announce_step, earlier=2)
-    with RankProcesses(train, 1, tmp_path, in_third_step, endless=True) as launching:
+    with RankProcesses(
+        train, 1, tmp_path, in_third_step, max_epochs=-1, save_deadline=60
+    ) as launching:
         pids_of_ranks(launching)
         launching.kill(0, number)
         (outcome,) = launching.wait()
     assert outcome.exit_code == status, outcome.story()
     assert sentence in outcome.output, outcome.story()
     assert list(tmp_path.rglob("last-preempted.ckpt"))
-
-
-# A countdown to a forced exit.
-
-
-def exit_after_one_that_is_not_needed(rank: int, world_size: int) -> None:
-    countdown = ForcedExit("countdown")
-    was_asked = threading.Event()
-    countdown.start(0.0, 1, str, is_needed=was_asked.set)
-    was_asked.wait()
-    for thread in threading.enumerate():
-        if thread.name == "countdown":
-            thread.join()
-    countdown.start(0.0, 7, lambda: "rank 1 died")
-    threading.Event().wait()
-
-
-def test_a_countdown_can_start_again_after_one_that_was_not_needed() -> None:
-    """The process then exits with the message and the status of the second one."""
-    [outcome] = launch_ranks(exit_after_one_that_is_not_needed, 1)
-    assert (outcome.exit_code, outcome.output) == (7, "rank 1 died\n")
