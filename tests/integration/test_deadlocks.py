@@ -127,36 +127,30 @@ def different(call_of_rank_0: str, call_of_rank_1: str, remedy: str) -> str:
     return rf"ranks are waiting for each other in different calls: {rank_0}; {rank_1}; .*{remedy}"
 
 
-class Deadlock(NamedTuple):
-    """A run on two ranks that wait for each other, and a part of the error of both."""
-
-    run: Run
-    sentence: str
-
-
-def log_dir_on_rank_0(hook: str) -> Deadlock:
-    return Deadlock(
+def log_dir_on_rank_0(hook: str) -> tuple[Run, str]:
+    return (
         plain_run(training.At(hook, read_log_dir, ranks=[0])),
         rf"rank 0 .*began a broadcast from rank 0 \({PLACE}\)",
     )
 
 
-def monitored_on_rank_0(callback: L.Callback) -> Deadlock:
-    return Deadlock(
+def monitored_on_rank_0(callback: L.Callback) -> tuple[Run, str]:
+    return (
         Run(LogsOnRank0(), {"callbacks": [callback], "enable_checkpointing": True}),
         rf"rank 0 .*began a decision of {type(callback).__name__} \({PLACE}\).*; log"
         " 'on_rank_0' on every rank",
     )
 
 
-DEADLOCKS = {
-    "log_dir in a step": Deadlock(
+# Runs of two ranks that wait for each other, and a part of the error of both.
+DEADLOCKS: dict[str, tuple[Run, str]] = {
+    "log_dir in a step": (
         plain_run(training.At("on_before_backward", read_log_dir, earlier=1, ranks=[0])),
         different("a broadcast from rank 0", GRADIENTS, r"such as trainer\.log_dir, on every rank"),
     ),
     "log_dir on_fit_start": log_dir_on_rank_0("on_fit_start"),
     "log_dir on_train_end": log_dir_on_rank_0("on_train_end"),
-    "should_stop": Deadlock(
+    "should_stop": (
         Run(
             training.Net(),
             {"max_epochs": 2, "callbacks": [training.At("on_train_epoch_end", stop, ranks=[1])]},
@@ -164,11 +158,11 @@ DEADLOCKS = {
         rf"rank 1 began {FINAL_BARRIER}, but rank 0 \(host \S+, pid \d+\) continued without it; if"
         r" only some ranks set trainer\.should_stop",
     ),
-    "an epoch that ends early": Deadlock(
+    "an epoch that ends early": (
         Run(EndsEpochOnRank1(), {"limit_val_batches": 0}),
         "or return -1 from on_train_batch_start, let every rank",
     ),
-    "callbacks": Deadlock(
+    "callbacks": (
         plain_run(training.At("on_train_batch_end", gather, earlier=1, ranks=[0])),
         different(
             r"all_gather #\d+ \[\[2\]\]",
@@ -176,7 +170,7 @@ DEADLOCKS = {
             "make sure that every rank makes the same calls in the same order",
         ),
     ),
-    "no batch for a metric": Deadlock(
+    "no batch for a metric": (
         Run(ComputesMetricOnRank0(), {"limit_val_batches": 5}),
         different(
             r"barrier #\d+", FINAL_BARRIER, r"if the ranks have different numbers of batches"
@@ -191,14 +185,14 @@ DEADLOCKS = {
 }
 
 
-@pytest.mark.parametrize("deadlock", DEADLOCKS.values(), ids=DEADLOCKS)
-def test_ranks_in_different_calls_are_named(deadlock: Deadlock, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("run", "sentence"), DEADLOCKS.values(), ids=DEADLOCKS)
+def test_ranks_in_different_calls_are_named(run: Run, sentence: str, tmp_path: Path) -> None:
     """Both ranks raise an error with the calls, their lines and a remedy, long before the
     timeout.
     """
-    for outcome in ranks.launch_ranks(fit, 2, tmp_path, deadlock.run):
+    for outcome in ranks.launch_ranks(fit, 2, tmp_path, run):
         message = ranks.message_of(outcome, RankAbsentError)
-        assert re.search(deadlock.sentence, message), outcome.story()
+        assert re.search(sentence, message), outcome.story()
 
 
 def test_a_deadlock_is_named_while_a_rank_that_is_not_in_it_works(tmp_path: Path) -> None:

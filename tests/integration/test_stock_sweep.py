@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -22,46 +22,34 @@ import torch.distributed as dist
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    RandomSampler,
-)
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 from torchmetrics import MeanSquaredError, Metric
 from torchmetrics.classification import BinaryAUROC
 
 from lightning_ddp_ext.errors import RankFailedError
 from tests.harness import sweeps, training
-from tests.integration.continuing import KEPT
+from tests.integration.continuing import KEPT, Numbers
 
 # Data.
 
 
-class Numbered(Dataset[Any]):
+class Numbered(Numbers):
     """Samples with their number, and with noise from each library's generator."""
 
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, int]:
+    def __getitem__(self, number: int) -> Any:
         noise = torch.rand(4) + random.random() + float(np.random.rand())
         target = torch.tensor([float(number % 2)])
         return torch.arange(4.0).mul(number + 1).sin() + noise / 10, target, number
 
 
 def own_sampler(samples: int, **options: Any) -> DataLoader[Any]:
-    data = Numbered(samples)
-    return DataLoader(data, sampler=DistributedSampler(data, seed=2), **options)
+    sampler = DistributedSampler(range(samples), seed=2)
+    return DataLoader(Numbered(samples), sampler=sampler, **options)
 
 
 def own_generator(samples: int, **options: Any) -> DataLoader[Any]:
-    data = Numbered(samples)
-    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(3))
-    return DataLoader(data, sampler=sampler, **options)
+    sampler = RandomSampler(range(samples), generator=torch.Generator().manual_seed(3))
+    return DataLoader(Numbered(samples), sampler=sampler, **options)
 
 
 class OwnIteration(DataLoader[Any]):
@@ -153,28 +141,22 @@ TRAINER: dict[str, tuple[Any, ...]] = {
 EARLY_ENDS = {("fast_dev_run", 2), ("max_time", timedelta(microseconds=1))}
 
 
-class Logged(NamedTuple):
-    """What a program logs of its loss, and options of ``self.log``."""
-
-    value: Callable[[Tensor], Any]
-    options: dict[str, Any]
-
-
 EACH = {"on_step": True, "on_epoch": True}
-LOGGED = {
-    "mean": Logged(torch.clone, {"sync_dist": True, "prog_bar": True, **EACH}),
-    "sum": Logged(torch.clone, {"sync_dist": True, "reduce_fx": "sum", "on_epoch": True}),
-    "max": Logged(torch.clone, {"sync_dist": True, "reduce_fx": "max", "on_step": True}),
-    "min": Logged(torch.clone, {"sync_dist": True, "reduce_fx": torch.min, **EACH}),
-    "own": Logged(torch.clone, EACH),
-    "double": Logged(lambda loss: loss.double() / 3, {"sync_dist": True}),
-    "half": Logged(Tensor.half, {"sync_dist": True}),
-    "nan": Logged(lambda loss: loss * torch.nan, {"sync_dist": True}),
-    "one": Logged(lambda loss: loss.reshape(1), {"sync_dist": True, "batch_size": 7}),
-    "number": Logged(float, {"sync_dist": True, "prog_bar": True}),
-    "graph": Logged(torch.clone, {"sync_dist": True, "enable_graph": True}),
-    "of rank 0": Logged(torch.clone, {"sync_dist": True, "rank_zero_only": True}),
-    "by loader": Logged(torch.clone, {"sync_dist": True, "add_dataloader_idx": False}),
+# What a program logs of its loss, and options of ``self.log``.
+LOGGED: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any]]] = {
+    "mean": (torch.clone, {"sync_dist": True, "prog_bar": True, **EACH}),
+    "sum": (torch.clone, {"sync_dist": True, "reduce_fx": "sum", "on_epoch": True}),
+    "max": (torch.clone, {"sync_dist": True, "reduce_fx": "max", "on_step": True}),
+    "min": (torch.clone, {"sync_dist": True, "reduce_fx": torch.min, **EACH}),
+    "own": (torch.clone, EACH),
+    "double": (lambda loss: loss.double() / 3, {"sync_dist": True}),
+    "half": (Tensor.half, {"sync_dist": True}),
+    "nan": (lambda loss: loss * torch.nan, {"sync_dist": True}),
+    "one": (lambda loss: loss.reshape(1), {"sync_dist": True, "batch_size": 7}),
+    "number": (float, {"sync_dist": True, "prog_bar": True}),
+    "graph": (torch.clone, {"sync_dist": True, "enable_graph": True}),
+    "of rank 0": (torch.clone, {"sync_dist": True, "rank_zero_only": True}),
+    "by loader": (torch.clone, {"sync_dist": True, "add_dataloader_idx": False}),
 }
 MANY = 130  # more values than one collective has
 
@@ -280,9 +262,6 @@ class Watching(L.Callback):
 class Writer(callbacks.BasePredictionWriter):
     """Has the module record what it is to write."""
 
-    def __init__(self) -> None:
-        super().__init__("batch_and_epoch")
-
     def write_on_batch_end(
         self, trainer: Any, module: Any, prediction: Any, indices: Any, *_: Any
     ) -> None:
@@ -317,8 +296,8 @@ class Watched(L.LightningModule):
         loss: Tensor = (self(x) - y).square().mean()
         value = loss.detach() + self.global_rank
         for name in self.program.logged:
-            logged = LOGGED[name]
-            self.log_value(f"{stage}_{name}", logged.value(value), **logged.options)
+            function, options = LOGGED[name]
+            self.log_value(f"{stage}_{name}", function(value), **options)
         if "infers" in self.program.model:
             with torch.inference_mode():
                 self.log_value("inferred", value + 1, sync_dist=True, on_step=True, on_epoch=False)
@@ -416,22 +395,24 @@ class Watched(L.LightningModule):
     test_dataloader = predict_dataloader = val_dataloader
 
 
+@dataclass
 class Play:
     """A program on this rank, with ours or with stock.
 
-    Args:
+    Attributes:
         program: the program.
         kind: whose strategy it uses.
         shared: where the ranks connect; the programs on the same ranks share it.
         place: where this program writes.
     """
 
-    def __init__(self, program: Program, kind: training.Kind, shared: Path, place: Path) -> None:
-        self.program = program
-        self.kind = kind
-        self.shared = shared
-        self.place = place
-        self.module = Watched(program)
+    program: Program
+    kind: training.Kind
+    shared: Path
+    place: Path
+
+    def __post_init__(self) -> None:
+        self.module = Watched(self.program)
         self.watching = Watching()
 
     def make_trainer(self) -> L.Trainer:
@@ -439,7 +420,7 @@ class Play:
         finds_unused = {"find_unused_parameters": True} if "unused" in self.program.model else {}
         return training.make_trainer(
             training.make_strategy(self.kind, self.shared, **finds_unused),
-            callbacks=[self.watching, Writer(), *made],
+            callbacks=[self.watching, Writer("batch_and_epoch"), *made],
             default_root_dir=self.place,
             logger=[
                 CSVLogger(self.place, name="logged", version="0"),
