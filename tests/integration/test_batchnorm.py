@@ -349,8 +349,9 @@ def choose_layers_beside_the_flag(kind: training.Kind, directory: Path) -> str:
     """Return the error of a fit whose callback excludes a layer."""
     model = Observed()
     conversion = SyncBatchNormConversion(exclude="layers.1")
-    arguments = (kind, directory, model, conversion)
-    error = training.raised(DDPExtError, training.fit, *arguments, sync_batchnorm=True)
+    error = training.raised(
+        DDPExtError, training.fit, kind, directory, model, conversion, sync_batchnorm=True
+    )
     assert classes_of(model.layers) == PLAIN
     return str(error)
 

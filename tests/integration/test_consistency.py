@@ -157,12 +157,8 @@ def test_the_error_names_the_first_tensor_and_the_ranks(tmp_path: Path) -> None:
     """Among three ranks, the error names the one that differs from the other two, its first
     tensor, and how many differ; its attributes name all of them.
     """
-    arguments = (
-        in_step(partial(flip, ["layers.0.weight", "layers.0.bias"]), rank=0),
-        2,
-        {"devices": 3},
-    )
-    for error in on_ranks("stock", train, tmp_path, *arguments, world_size=3):
+    change = in_step(partial(flip, ["layers.0.weight", "layers.0.bias"]), rank=0)
+    for error in on_ranks("stock", train, tmp_path, change, 2, {"devices": 3}, world_size=3):
         assert str(error).startswith(
             f"the ranks differ after batch 2: rank 0 in {WEIGHT} (differing tensors: 2); "
         )
@@ -181,8 +177,10 @@ def average(kind: Kind, directory: Path) -> str:
         "ddp_comm_state": PostLocalSGDState(None, None, 2),
         "model_averaging_period": 2,
     }
-    arguments = (kind, directory, Net(), RankConsistency())
-    return str(raised(ConfigurationError, fit, *arguments, strategy=averaging))
+    error = raised(
+        ConfigurationError, fit, kind, directory, Net(), RankConsistency(), strategy=averaging
+    )
+    return str(error)
 
 
 def test_models_that_are_averaged_are_refused(tmp_path: Path) -> None:

@@ -211,8 +211,8 @@ class Toggled(Unfrozen):
 
 
 class Adversarial(Unfrozen):
-    """Trains two networks in turn, each with the other one frozen, and leaves the second
-    one frozen, as when each step ends with the first.
+    """Trains two networks in turn, each while the other one is frozen. Between two steps,
+    the second one is frozen.
     """
 
     automatic_optimization = False

@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -316,11 +316,6 @@ def test_a_stopped_process_can_continue(tmp_path: Path) -> None:
 # A rank that arrives while it is looked for.
 
 
-def limit_waits(seconds: float) -> Callable[[L.Trainer], None]:
-    """Return an action of a callback that limits the next waits for another rank."""
-    return lambda _: training.limit_collectives(seconds)
-
-
 def fit_and_announce_search(rank: int, world_size: int, directory: Path) -> None:
     """Train; rank 1 is late at the end of training, and then at a barrier.
 
@@ -336,9 +331,9 @@ def fit_and_announce_search(rank: int, world_size: int, directory: Path) -> None
 
     Channel.deliver = deliver_and_announce
     run = plain_run(
-        training.At("on_train_end", limit_waits(0.2), ranks=[0]),
+        training.At("on_train_end", lambda _: training.limit_collectives(0.2), ranks=[0]),
         training.At("on_train_end", hold, ranks=[1]),
-        training.At("on_fit_end", limit_waits(600), ranks=[0]),
+        training.At("on_fit_end", lambda _: training.limit_collectives(600), ranks=[0]),
         training.At("on_fit_end", hold, ranks=[1]),
         training.At("on_fit_end", enter_barrier),
     )

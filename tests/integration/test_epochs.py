@@ -197,8 +197,15 @@ class Validated(continuing.Net):
 
 def validate_each_epoch(kind: Kind, directory: Path) -> Epochs:
     net = Validated()
-    options: dict[str, Any] = {"use_distributed_sampler": False, "num_sanity_val_steps": 0}
-    fit(kind, directory, net, *setting_epochs(kind), max_epochs=3, **options)
+    fit(
+        kind,
+        directory,
+        net,
+        *setting_epochs(kind),
+        max_epochs=3,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+    )
     return net.validated
 
 

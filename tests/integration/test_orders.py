@@ -4,7 +4,7 @@ one draw of a user's sampler.
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +27,28 @@ from tests.integration.continuing import Numbers
 
 # The default order.
 
-ORDERS: dict[str, Any] = {
-    "padded": continuing.loader(11, shuffle=True),
-    "in order": continuing.loader(11, batch_size=3),
-    "dropping": continuing.loader(10, batch_size=4, shuffle=True, drop_last=True),
-    "one sample": continuing.loader(1, batch_size=1, shuffle=True),
-    "no batches": continuing.loader(5, batch_size=None),
-    "two loaders": lambda: [
-        continuing.loader(7, shuffle=True)(),
-        continuing.loader(5, shuffle=True)(),
-    ],
+# Functions that make loaders, and options of the Trainer.
+ORDERS: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
+    "padded": (continuing.loader(11, shuffle=True), {}),
+    "in order": (continuing.loader(11, batch_size=3), {}),
+    "dropping": (continuing.loader(10, batch_size=4, shuffle=True, drop_last=True), {}),
+    "one sample": (continuing.loader(1, batch_size=1, shuffle=True), {}),
+    "no batches": (continuing.loader(5, batch_size=None), {}),
+    "two loaders": (lambda: [continuing.shuffled(7)(), continuing.shuffled(5)()], {}),
+    "overfit": (continuing.loader(11, shuffle=True), {"overfit_batches": 3}),
+    "generator": (
+        lambda: (torch.tensor([[float(number)]]) for number in range(9)),
+        {"limit_train_batches": 3},
+    ),
 }
 
 
 def read_in_order(kind: training.Kind, directory: Path) -> dict[str, continuing.Batches]:
-    """Return the batches of each loader, of one with the option ``overfit_batches``, and of
-    a generator.
-    """
-    batches = {name: continuing.read(kind, directory, make) for name, make in ORDERS.items()}
-    overfit = continuing.read(
-        kind, directory, continuing.loader(11, shuffle=True), overfit_batches=3
-    )
-    generator = (torch.tensor([[float(number)]]) for number in range(9))
-    generated = continuing.read(kind, directory, lambda: generator, limit_train_batches=3)
-    return {**batches, "overfit": overfit, "generator": generated}
+    """Return the batches of each loader."""
+    return {
+        name: continuing.read(kind, directory, make, **options)
+        for name, (make, options) in ORDERS.items()
+    }
 
 
 def test_the_default_order_is_stock_lightnings(tmp_path: Path) -> None:

@@ -483,8 +483,10 @@ def test_a_run_that_is_resumed_equals_one_that_is_not(keeps_ranks: bool, tmp_pat
 
 @pytest.mark.nightly
 @pytest.mark.timeout(0)  # SWEEP_COUNT says how long it takes
-def test_runs_of_a_new_seed_do_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The cases are drawn from all levels of all factors."""
+def test_runs_of_a_new_seed_equal_whole_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This holds for cases that are drawn from all levels of all factors."""
     seed, count = sweeps.new_seed(capsys, 60)
     cases = [*dict.fromkeys(itertools.islice(draw_cases(random.Random(seed)), count))]
     sweeps.expect_nothing_wrong(faults_of(cases, tmp_path), REPEAT)

@@ -74,6 +74,7 @@ LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {
 
 # The parts of programs.
 
+# What a model does or has, besides training.
 MODEL = (
     "dropout",
     "manual",  # optimisation
@@ -272,16 +273,22 @@ class Writer(callbacks.BasePredictionWriter):
 
 
 class Watched(L.LightningModule):
-    """The model of a program, which records its batches and the values that it reads."""
+    """The model of a program, which records its batches and the values that it reads.
+
+    Attributes:
+        parts: those of ``MODEL`` that it has.
+        seen: the records, in order.
+    """
 
     def __init__(self, program: Program) -> None:
         super().__init__()
         self.program = program
+        self.parts = program.model
         self.seen: list[Any] = []
-        self.automatic_optimization = "manual" not in program.model
-        dropout = nn.Dropout(0.3) if "dropout" in program.model else nn.Identity()
+        self.automatic_optimization = "manual" not in self.parts
+        dropout = nn.Dropout(0.3) if "dropout" in self.parts else nn.Identity()
         self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), dropout, nn.Linear(6, 1))
-        self.unused = nn.Linear(2, 2) if "unused" in program.model else None
+        self.unused = nn.Linear(2, 2) if "unused" in self.parts else None
         metric = METRICS[program.metric]
         self.metric = None if metric is None else metric()
 
@@ -298,32 +305,32 @@ class Watched(L.LightningModule):
         for name in self.program.logged:
             function, options = LOGGED[name]
             self.log_value(f"{stage}_{name}", function(value), **options)
-        if "infers" in self.program.model:
+        if "infers" in self.parts:
             with torch.inference_mode():
                 self.log_value("inferred", value + 1, sync_dist=True, on_step=True, on_epoch=False)
-        if "many" in self.program.model:
+        if "many" in self.parts:
             self.log_dict({f"{number}": value + number for number in range(MANY)}, sync_dist=True)
             self.log("0", value / 2, sync_dist=True)
-        if "group" in self.program.model:
+        if "group" in self.parts:
             self.log("group", value, sync_dist=True, sync_dist_group=dist.group.WORLD)
-        if "gathers" in self.program.model:
+        if "gathers" in self.parts:
             self.seen.append(self.all_gather({"loss": loss.detach()}))
             self.seen.append(self.trainer.strategy.reduce(loss.detach(), reduce_op="max"))
         return loss
 
     def log_value(self, name: str, value: Any, **options: Any) -> None:
         self.log(name, value, **options)
-        if "reads alone" in self.program.model and self.global_rank == 1:
+        if "reads alone" in self.parts and self.global_rank == 1:
             self.read_metrics()
 
     def configure_callbacks(self) -> list[L.Callback]:
-        if "estimates" in self.program.model:
+        if "estimates" in self.parts:
             self.seen.append(self.trainer.estimated_stepping_batches)
         return []
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         loss = self.loss("train", batch)
-        if "profiles" in self.program.model:
+        if "profiles" in self.parts:
             with self.trainer.profiler.profile("a part"):
                 self.seen.append(float(loss))
         if not self.automatic_optimization:
@@ -332,14 +339,14 @@ class Watched(L.LightningModule):
             self.manual_backward(loss)
             self.log_value("after a collective", float(self.global_rank), sync_dist=True, **EACH)
             optimizer.step()
-        if "reads" in self.program.model:
+        if "reads" in self.parts:
             self.read_metrics()
-        if "stops" in self.program.model and self.global_step == 3:
+        if "stops" in self.parts and self.global_step == 3:
             self.trainer.should_stop = True
         return loss
 
     def on_train_batch_start(self, batch: Any, index: int) -> int | None:
-        return -1 if "skips" in self.program.model and index == 2 else None
+        return -1 if "skips" in self.parts and index == 2 else None
 
     def validation_step(self, batch: Any, index: int) -> None:
         self.log("val_loss", self.loss("val", batch), sync_dist=True)
@@ -355,7 +362,7 @@ class Watched(L.LightningModule):
         return numbers, self(x)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if "hooks" in self.program.model:
+        if "hooks" in self.parts:
             total = sum(each.grad.sum() for each in self.parameters() if each.grad is not None)
             self.log_value("gradients", total + self.global_rank, sync_dist=True)
 
@@ -365,28 +372,30 @@ class Watched(L.LightningModule):
         self.seen += [dict(metrics) for metrics in kinds]
 
     def on_train_batch_end(self, *_: Any) -> None:
-        if "reads later" in self.program.model:
+        if "reads later" in self.parts:
             self.read_metrics()
-        if "hooks" in self.program.model:
+        if "hooks" in self.parts:
             self.log_value("after the step", float(self.global_rank), sync_dist=True, **EACH)
 
     def on_train_epoch_end(self) -> None:
         self.read_metrics()
-        if "hooks" in self.program.model:
+        if "hooks" in self.parts:
             self.log("end", float(self.global_rank), sync_dist=True, reduce_fx="sum")
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
-        if "plateau" not in self.program.model:
+        if "plateau" not in self.parts:
             return optimizer
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         plateau = {"scheduler": scheduler, "monitor": "val_loss", "strict": False}
         return {"optimizer": optimizer, "lr_scheduler": plateau}
 
     def train_dataloader(self) -> DataLoader[Any]:
-        program = self.program
-        sizes = {"batch_size": program.batch_size, "drop_last": program.drops_last}
-        return LOADERS[program.train](program.samples, **sizes)
+        return LOADERS[self.program.train](
+            self.program.samples,
+            batch_size=self.program.batch_size,
+            drop_last=self.program.drops_last,
+        )
 
     def val_dataloader(self) -> DataLoader[Any]:
         # The ranks divide the samples without a rest, so that none is repeated.
@@ -532,7 +541,7 @@ def test_programs_of_all_parts_see_what_they_see_with_stock(tmp_path: Path) -> N
 
 @pytest.mark.nightly
 @pytest.mark.timeout(0)  # SWEEP_COUNT says how long it takes
-def test_programs_of_a_new_seed_do_so_too(
+def test_programs_of_a_new_seed_see_what_they_see_with_stock(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What they see is equal to the last bit."""

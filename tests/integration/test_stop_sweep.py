@@ -326,17 +326,17 @@ def draw(chance: random.Random) -> Case:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stopped_run_continues_as_if_uninterrupted(ranks: int, tmp_path: Path) -> None:
-    """Steps, validations and weights are the same."""
+    """Steps, validations and weights are those of a run without a signal."""
     cases = [case for case in sweeps.chosen_cases(Case.parse, DAILY) if case.ranks == ranks]
     sweeps.expect_nothing_wrong(faults_of(cases, tmp_path), REPEAT)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(0)  # SWEEP_COUNT says how long it takes
-def test_cases_of_a_new_seed_do_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs that are stopped in cases drawn from all hooks, callbacks and signals
-    continue in the same way.
-    """
+def test_runs_of_a_new_seed_continue_as_if_uninterrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This holds for cases that are drawn from all hooks, callbacks and signals."""
     seed, count = sweeps.new_seed(capsys, 300)
     chance = random.Random(seed)
     sweeps.expect_nothing_wrong(faults_of([draw(chance) for _ in range(count)], tmp_path), REPEAT)

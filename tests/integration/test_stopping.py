@@ -218,7 +218,9 @@ def test_sigterm_ends_a_process_after_its_last_step(tmp_path: Path) -> None:
         assert outcome.exit_code == -signal.SIGTERM, outcome.story()
 
 
-def hold(rank: int, world_size: int, directory: Path, deadline: int, point: str) -> None:
+def hold_after_step_1(
+    rank: int, world_size: int, directory: Path, deadline: int, point: str
+) -> None:
     """Train with a short default timeout for sockets, and hold both ranks at a point after
     step 1. The test releases rank 0, which then waits for rank 1.
     """
@@ -276,7 +278,7 @@ def test_a_rank_that_does_not_stop_is_named_in_time_to_save(
     """The rank that can raises and saves, after half of the time to stop; with little time, it
     exits with the signal's status, and names the stuck rank.
     """
-    with ranks.RankProcesses(hold, 2, tmp_path, deadline, point) as processes:
+    with ranks.RankProcesses(hold_after_step_1, 2, tmp_path, deadline, point) as processes:
         processes.wait_for_all("after step 1")
         processes.kill(1, signum)
         processes.kill(0, signal.SIGTERM)
