@@ -243,8 +243,8 @@ train_without_signal = functools.cache(train)
 
 
 def send_in_hook(owner: Any, case: Case, sent: list[str]) -> Any:
-    """Return the owner of a case's hook, which sends the signal in a call of it, and then
-    adds it to ``sent``.
+    """Return the owner of a case's hook, which adds the signal to ``sent`` and sends it in a
+    call of it.
     """
     name = case.hook.partition(".")[2]
     method = getattr(owner, name)
