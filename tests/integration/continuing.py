@@ -398,15 +398,15 @@ def _fit_until_stop(trainer: L.Trainer, module: Net, ckpt_path: str | None) -> i
     return None
 
 
-def difference(training: Training, whole: Run, done: int, resumed: Run) -> str:
-    """Describe how a run that was resumed after ``done`` steps differs from the whole one.
+def difference(whole: Run, done: int, resumed: Run, *, batches_of_step: int = 1) -> str:
+    """Describe how a run that was resumed after ``done`` batches differs from the whole one,
+    with this number of batches in an optimiser step.
 
     Return an empty string if both are equal.
     """
     # Batches after the last optimiser step are trained on again.
     repeated = len(resumed.steps) - len(whole.steps[done:])
-    is_within_step = 0 <= repeated < training.options.get("accumulate_grad_batches", 1)
-    if not is_within_step or resumed.steps != whole.steps[done - repeated :]:
+    if not 0 <= repeated < batches_of_step or resumed.steps != whole.steps[done - repeated :]:
         return f"reads {resumed.steps} instead of {whole.steps[done:]}"
     if resumed.steps and resumed.counts != whole.counts:
         return f"counts {resumed.counts} instead of {whole.counts}"
@@ -428,21 +428,25 @@ def generations(training: Training, *points: Sequence[str]) -> dict[str, str]:
             changes nothing.
     """
     whole = training.run(*points[0])
-    differences: dict[str, str] = {}
-    runs = {"": whole}
-    for resumed_at, saved_at in zip(points, [*points[1:], ()], strict=True):
-        earlier = runs
-        runs = {}
-        for name, run in earlier.items():
-            for point in resumed_at:
-                path = run.saved[point]
-                later_name = f"{name}/{point}".removeprefix("/")
-                own_folder = replace(training, name=f"{training.name}/{later_name}")
-                later = own_folder.run(*saved_at, ckpt_path=path)
-                done = int(point.rpartition("-")[2])
-                text = difference(training, whole, done, later)
-                if text:
-                    differences[later_name] = text
-                else:
-                    runs[later_name] = later
-    return differences
+    return dict(_differences_after(whole, "", training, whole, points))
+
+
+def _differences_after(
+    run: Run, name: str, training: Training, whole: Run, points: Sequence[Sequence[str]]
+) -> Iterator[tuple[str, str]]:
+    """Resume a run at the first of ``points``, and the resumed runs at the later ones; yield
+    the names and differences of those that differ from the whole run.
+    """
+    resumed_at, *later_points = points
+    saved_at = later_points[0] if later_points else ()
+    batches_of_step = training.options.get("accumulate_grad_batches", 1)
+    for point in resumed_at:
+        later_name = f"{name}/{point}".removeprefix("/")
+        own_folder = replace(training, name=f"{training.name}/{later_name}")
+        resumed = own_folder.run(*saved_at, ckpt_path=run.saved[point])
+        done = int(point.rpartition("-")[2])
+        text = difference(whole, done, resumed, batches_of_step=batches_of_step)
+        if text:
+            yield later_name, text
+        elif later_points:
+            yield from _differences_after(resumed, later_name, training, whole, later_points)

@@ -19,7 +19,7 @@ from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.harness import training
 from tests.harness.ranks import Outcome, launch_ranks, stories
 
-NAME = "last-preempted.ckpt"  # the default
+STOP_CHECKPOINT = "last-preempted.ckpt"  # the default
 EPOCHS = 3
 BATCHES = 12  # of each rank in an epoch
 VALIDATION_BATCHES = 2  # of each rank
@@ -111,7 +111,7 @@ class FaultyIO(RankZeroCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        is_of_last_step = Path(path).name == NAME
+        is_of_last_step = Path(path).name == STOP_CHECKPOINT
         write = self.write if is_of_last_step == self.of_last_step else os.write
         with patch.object(os, "write", write):
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -199,7 +199,7 @@ def survive(
             break
         assert kill is not None, stories(outcomes)
         assert may_lose or lost_steps(directory, outcomes, kill) <= 0, stories(outcomes)
-    assert not list(directory.rglob(NAME))
+    assert not list(directory.rglob(STOP_CHECKPOINT))
     return [outcome.result for outcome in outcomes]
 
 
@@ -216,7 +216,7 @@ def lost_steps(directory: Path, outcomes: list[Outcome], kill: Kill) -> int:
 
 def files_in(directory: Path) -> list[Path]:
     """Return the checkpoints of a run, also in folders of its fits."""
-    return [*directory.glob("*.ckpt"), *directory.glob(f"*/{NAME}")]
+    return [*directory.glob("*.ckpt"), *directory.glob(f"*/{STOP_CHECKPOINT}")]
 
 
 def saved_step(directory: Path) -> int:

@@ -1,6 +1,5 @@
-"""With BatchNorm over all ranks a model learns as in one process. `fit` converts the layers,
-reports this, and restores them afterwards; ranks that run different ones raise, instead of
-mixing up statistics.
+"""With BatchNorm over all ranks a model learns as in one process. `fit` converts the layers
+for this and restores them afterwards; ranks that run different layers raise.
 """
 
 import copy
@@ -72,9 +71,8 @@ class Doubled(SyncBatchNorm):
 
 
 class Odd(Joint):
-    """Has layers of all kinds that can be converted.
-
-    One is in two places, and others have another mode or a class of the user's.
+    """Has layers of all kinds that can be converted: one in two places, one in evaluation
+    mode, and one of the user's own class.
     """
 
     def __init__(self) -> None:
@@ -155,13 +153,13 @@ def learn_alone(rank: int, world_size: int, names: Collection[str]) -> dict[str,
 
 def learn(kind: training.Kind, directory: Path, names: Collection[str]) -> dict[str, Any]:
     """Train with each feature on several ranks."""
-    results = {}
-    for name in names:
-        feature = FEATURES[name]
+
+    def learn_one(feature: Feature) -> Any:
         strategy = training.make_strategy(kind, directory, **feature.strategy)
         callbacks = [SyncBatchNormConversion()] if feature.by_callback else []
-        results[name] = learned(feature, strategy, *callbacks)
-    return results
+        return learned(feature, strategy, *callbacks)
+
+    return {name: learn_one(FEATURES[name]) for name in names}
 
 
 def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
@@ -288,7 +286,9 @@ def fit_and_see(
     error: BaseException | None = None,
     **options: Any,
 ) -> dict[str, list[str]]:
-    """Return the classes of a model's layers in the hooks of a fit, and after it."""
+    """Return the classes of a model's layers in the hooks of a fit, however it ends, and
+    after it.
+    """
     callbacks = [SyncBatchNormConversion()] if by == "callback" else []
     model = Observed(error)
     with (
@@ -335,19 +335,23 @@ def test_layers_are_converted_during_training_only(
         pytest.param("ours", "flag", {"error": KeyboardInterrupt()}, id="Ctrl-C, by the flag"),
     ],
 )
-def test_whatever_ends_fit_the_model_is_what_it_was(
+def test_layers_are_restored_however_fit_ends(
     kind: training.Kind, by: By, end: dict[str, Any], tmp_path: Path
 ) -> None:
-    """All layers have their classes of before."""
+    """After an error, an interrupt or a fit without batches, all layers have the classes
+    that they had before.
+    """
     for seen in ranks.run_ranks(fit_and_see, 2, tmp_path, kind, by, **end):
         assert seen["after fit"] == PLAIN
 
 
 def choose_layers_beside_the_flag(kind: training.Kind, directory: Path) -> str:
+    """Return the error of a fit whose callback excludes a layer."""
     model = Observed()
     conversion = SyncBatchNormConversion(exclude="layers.1")
-    arguments = (kind, directory, model, conversion)
-    error = training.raised(DDPExtError, training.fit, *arguments, sync_batchnorm=True)
+    error = training.raised(
+        DDPExtError, training.fit, kind, directory, model, conversion, sync_batchnorm=True
+    )
     assert classes_of(model.layers) == PLAIN
     return str(error)
 

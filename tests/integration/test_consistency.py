@@ -1,5 +1,5 @@
-"""`RankConsistency` finds ranks that have diverged in training, under our strategy and
-under stock ``ddp``; it compares checksums by name, which change with the contents.
+"""`RankConsistency` finds ranks whose weights or optimisers have diverged in training, under
+our strategy and under stock ``ddp``, by checksums that change with every bit.
 """
 
 import random
@@ -145,7 +145,7 @@ def test_a_difference_is_found(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_statistics_may_differ(kind: Kind, tmp_path: Path) -> None:
+def test_running_statistics_may_differ(kind: Kind, tmp_path: Path) -> None:
     """Buffers are left out, because DDP sends those of rank 0 in the next step."""
     assert on_ranks(kind, train, tmp_path, in_step(partial(flip, ["layers.1.running_var"]))) == [
         None,
@@ -157,12 +157,8 @@ def test_the_error_names_the_first_tensor_and_the_ranks(tmp_path: Path) -> None:
     """Among three ranks, the error names the one that differs from the other two, its first
     tensor, and how many differ; its attributes name all of them.
     """
-    arguments = (
-        in_step(partial(flip, ["layers.0.weight", "layers.0.bias"]), rank=0),
-        2,
-        {"devices": 3},
-    )
-    for error in on_ranks("stock", train, tmp_path, *arguments, world_size=3):
+    change = in_step(partial(flip, ["layers.0.weight", "layers.0.bias"]), rank=0)
+    for error in on_ranks("stock", train, tmp_path, change, 2, {"devices": 3}, world_size=3):
         assert str(error).startswith(
             f"the ranks differ after batch 2: rank 0 in {WEIGHT} (differing tensors: 2); "
         )
@@ -171,8 +167,8 @@ def test_the_error_names_the_first_tensor_and_the_ranks(tmp_path: Path) -> None:
 
 def test_a_sharded_optimiser_is_left_out(tmp_path: Path) -> None:
     """A state that each rank has of other parameters is not compared."""
-    errors = on_ranks("ours", train, tmp_path, At("on_fit_end", str), 1, None, Sharded)
-    assert errors == [None, None]
+    no_change = At("on_fit_end", str)
+    assert on_ranks("ours", train, tmp_path, no_change, 1, None, Sharded) == [None, None]
 
 
 def average(kind: Kind, directory: Path) -> str:
@@ -181,8 +177,10 @@ def average(kind: Kind, directory: Path) -> str:
         "ddp_comm_state": PostLocalSGDState(None, None, 2),
         "model_averaging_period": 2,
     }
-    arguments = (kind, directory, Net(), RankConsistency())
-    return str(raised(ConfigurationError, fit, *arguments, strategy=averaging))
+    error = raised(
+        ConfigurationError, fit, kind, directory, Net(), RankConsistency(), strategy=averaging
+    )
+    return str(error)
 
 
 def test_models_that_are_averaged_are_refused(tmp_path: Path) -> None:
@@ -217,10 +215,10 @@ def content(dtype: torch.dtype, size: int) -> Tensor:
 
 
 @given(st.sampled_from(DTYPES), st.integers(2, 3000) | st.integers(CHUNK - 2, CHUNK + 2), st.data())
-def test_every_change_changes_it(dtype: torch.dtype, size: int, data: st.DataObject) -> None:
-    """A flipped bit changes the checksum, and so do two different elements that swap
-    places.
-    """
+def test_every_change_of_a_tensor_changes_its_checksum(
+    dtype: torch.dtype, size: int, data: st.DataObject
+) -> None:
+    """A flipped bit changes it, and so do two different elements that swap places."""
     elements = content(dtype, size).view(torch.uint8).view(size, -1)
     before = checksum(elements.view(dtype))
     flipped = elements.clone()

@@ -1,5 +1,5 @@
-"""DDP also averages gradients of parameters that are unfrozen before a step, for which it is
-built again. Its error about unused parameters names them.
+"""DDP averages the gradients of all parameters that train, also of those that are frozen or
+unfrozen during training, and names parameters that a backward pass does not reach.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,13 +34,10 @@ HOOKS: list[dict[str, Any]] = [
 
 def train_with_hooks(kind: training.Kind, directory: Path) -> list[dict[str, Tensor]]:
     """Return the weights of a training with each hook."""
-    learned = []
-    for strategy in HOOKS:
-        L.seed_everything(1)
-        model = training.Net()
-        training.fit(kind, directory, model, strategy=strategy)
-        learned.append(training.weights(model))
-    return learned
+    L.seed_everything(1)
+    return [
+        training.learned(kind, directory, training.Net(), strategy=strategy) for strategy in HOOKS
+    ]
 
 
 def test_comm_hooks_are_ignored_on_cpu_as_with_stock(tmp_path: Path) -> None:
@@ -148,18 +145,13 @@ class ResumableFinetuning(BackboneFinetuning):
             self.make_trainable(pl_module.backbone)
 
 
-class Finetuned(NamedTuple):
-    """The weights of a whole run and of a resumed one, and the warnings of both."""
-
-    whole: dict[str, Tensor]
-    resumed: dict[str, Tensor]
-    warnings: list[str]
-
-
 def resume_finetuning(
     kind: training.Kind, directory: Path, finetuning: type[BackboneFinetuning]
-) -> Finetuned:
-    """Resume within the epoch that trains the backbone, in a static graph."""
+) -> dict[str, Any]:
+    """Resume within the epoch that trains the backbone, in a static graph.
+
+    Return the weights of a whole run and of the resumed one, and the warnings of both.
+    """
     path = directory / "saved.ckpt"
     save = training.At(
         "on_train_batch_end", lambda trainer: trainer.save_checkpoint(path), earlier=5
@@ -175,7 +167,7 @@ def resume_finetuning(
     with training.warnings_with("has frozen") as warned:
         whole = learned(ckpt_path=None)
         resumed = learned(ckpt_path=path)
-    return Finetuned(whole, resumed, warned)
+    return {"whole": whole, "resumed": resumed, "warnings": warned}
 
 
 def test_a_backbone_can_be_unfrozen_in_a_resumed_run(tmp_path: Path) -> None:
@@ -183,10 +175,10 @@ def test_a_backbone_can_be_unfrozen_in_a_resumed_run(tmp_path: Path) -> None:
     the same on all ranks.
     """
     first, second = training.on_ranks("ours", resume_finetuning, tmp_path, ResumableFinetuning)
-    training.assert_same(first.whole, second.whole)
+    training.assert_same(first["whole"], second["whole"])
     for finetuned in (first, second):
-        training.assert_same(finetuned.resumed, finetuned.whole)
-        assert finetuned.warnings == []
+        training.assert_same(finetuned["resumed"], finetuned["whole"])
+        assert finetuned["warnings"] == []
 
 
 class Unfrozen(training.Net):
@@ -219,8 +211,8 @@ class Toggled(Unfrozen):
 
 
 class Adversarial(Unfrozen):
-    """Trains two networks in turn, each with the other one frozen, and leaves the second
-    one frozen, as when each step ends with the first.
+    """Trains two networks in turn, each while the other one is frozen. Between two steps,
+    the second one is frozen.
     """
 
     automatic_optimization = False

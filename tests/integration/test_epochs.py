@@ -1,12 +1,12 @@
-"""Every kind of loader, sampler and dataset gets the epoch: with ours, and with stock and
-``SamplerEpochSeeding``. What users or Lightning set is not set again.
+"""Every loader, sampler and dataset gets the current epoch, and its random numbers follow
+from the seed and the epoch: with our strategy, and with stock and ``SamplerEpochSeeding``.
 """
 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -49,7 +49,7 @@ class Samples(TakesEpoch, Numbers):
 
 
 class Stream(TakesEpoch, IterableDataset[Tensor]):
-    """The same without a length."""
+    """A stream, each sample of which is the epoch."""
 
     def __init__(self, samples: int = 4) -> None:
         self.samples = samples
@@ -102,7 +102,7 @@ class Keeping(Around):
 
 
 class OwnLoader(TakesEpoch):
-    """A loader that is not a DataLoader."""
+    """A loader that is not a DataLoader; each number in its batches is the epoch."""
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter([torch.full((2, 1), float(self.epoch))] * 3)
@@ -197,8 +197,15 @@ class Validated(continuing.Net):
 
 def validate_each_epoch(kind: Kind, directory: Path) -> Epochs:
     net = Validated()
-    options: dict[str, Any] = {"use_distributed_sampler": False, "num_sanity_val_steps": 0}
-    fit(kind, directory, net, *setting_epochs(kind), max_epochs=3, **options)
+    fit(
+        kind,
+        directory,
+        net,
+        *setting_epochs(kind),
+        max_epochs=3,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+    )
     return net.validated
 
 
@@ -325,30 +332,22 @@ class ReadsInHooks(L.Callback):
         self.read.append((hook, [batch.tolist() for batch in trainer.train_dataloader]))
 
 
-class Case(NamedTuple):
-    """A training loader, and the callbacks beside it."""
-
-    loader: Callable[[], DataLoader[Any]]
-    callbacks: Sequence[L.Callback] = ()
-
-
-CASES = {
-    "a sampler that the user sets": Case(
+# Training loaders, and the callbacks beside them.
+CASES: dict[str, tuple[Callable[[], DataLoader[Any]], Sequence[L.Callback]]] = {
+    "a sampler that the user sets": (
         lambda: DataLoader(Numbers(8), 2, sampler=DistributedSampler(range(8), 2, seed=1)),
         [SetsEpoch()],
     ),
-    "a sampler that Lightning sets": Case(lambda: DataLoader(Numbers(4), 2, sampler=Counting())),
-    "a dataset that takes two numbers": Case(lambda: DataLoader(Levels(4), 2)),
-    "a dataset of other objects": Case(lambda: DataLoader(Holder(), 2)),
+    "a sampler that Lightning sets": (lambda: DataLoader(Numbers(4), 2, sampler=Counting()), []),
+    "a dataset that takes two numbers": (lambda: DataLoader(Levels(4), 2), []),
+    "a dataset of other objects": (lambda: DataLoader(Holder(), 2), []),
 }
 
 
 def read_cases(kind: Kind, directory: Path) -> dict[str, Any]:
     batches: dict[str, Any] = {
-        name: continuing.read(
-            kind, directory, case.loader, case.callbacks, use_distributed_sampler=False
-        )
-        for name, case in CASES.items()
+        name: continuing.read(kind, directory, make, callbacks, use_distributed_sampler=False)
+        for name, (make, callbacks) in CASES.items()
     }
     reader = ReadsInHooks()
     continuing.read(kind, directory, continuing.shuffled(), [reader])

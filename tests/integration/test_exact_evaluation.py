@@ -116,24 +116,50 @@ READERS: dict[str, Callable[[int, int], list[DataLoader[Any]]]] = {
 }
 
 
-class Case(NamedTuple):
-    """A way to read, and the numbers of samples and of those in a batch.
+# Ways to evaluate with Trainers that ``make`` makes; each returns the last Trainer.
 
-    Attributes:
-        in_fit: whether a fit evaluates, after a step of training.
-        limit_batches: the Trainer's option, by default all batches.
+MakeTrainer = Callable[..., L.Trainer]
+
+
+def validate(
+    make: MakeTrainer, model: L.LightningModule, loaders: Any, **options: Any
+) -> L.Trainer:
+    trainer = make(**options)
+    trainer.validate(model, loaders, verbose=False)
+    return trainer
+
+
+def validate_again(make: MakeTrainer, model: L.LightningModule, loaders: Any) -> L.Trainer:
+    """Validate on loaders that another Trainer has read before."""
+    validate(make, Collects(len(loaders)), loaders)
+    return validate(make, model, loaders)
+
+
+def validate_in_fit(make: MakeTrainer, model: L.LightningModule, loaders: Any) -> L.Trainer:
+    """Validate after a step of training, with which the fit continues."""
+    trainer = make()
+    trainer.fit(model, loader(6), loaders)
+    return trainer
+
+
+def validate_one_batch(make: MakeTrainer, model: L.LightningModule, loaders: Any) -> L.Trainer:
+    return validate(make, model, loaders, limit_val_batches=1)
+
+
+class Case(NamedTuple):
+    """A way to read, the numbers of samples and of those in a batch, and a way to
+    evaluate.
     """
 
     reader: str
     samples: int
     batch_size: int
-    in_fit: bool = False
-    limit_batches: int | None = None
+    evaluate: Callable[..., L.Trainer] = validate
 
 
 LIMITED = [
-    Case("batches", 1, 2, limit_batches=1),
-    Case("batches", 13, 3, limit_batches=1),
+    Case("batches", 1, 2, validate_one_batch),
+    Case("batches", 13, 3, validate_one_batch),
 ]
 READ_AS_STOCK = [
     *(Case("batches", *sizes) for sizes in ((1, 1), (4, 3), (5, 1), (13, 3))),
@@ -146,10 +172,13 @@ READ_AS_STOCK = [
 READ_OTHERWISE = [
     Case("subset", 20, 2),
     Case("rotating", 7, 2),
-    Case("two, workers", 5, 2, in_fit=True),
+    Case("two, workers", 5, 2, validate_in_fit),
 ]
 # Stock's ranks would wait for a rank that has fewer batches.
-UNREPEATING = [Case("unrepeating", 10, 3), Case("unrepeating, stateful", 10, 3)]
+UNREPEATING = [
+    Case("unrepeating", 10, 3, validate_again),
+    Case("unrepeating, stateful", 10, 3, validate_again),
+]
 UNLIMITED = [*READ_AS_STOCK, *READ_OTHERWISE, *UNREPEATING]
 
 
@@ -170,31 +199,38 @@ class Total(Metric):
         return self.total
 
 
-INPUTS_OF_METRICS = {
-    "mean": ["x"],
-    "sum": ["x"],
-    "auroc": ["x", "label"],
-    "shared": ["x", "label"],
-    "seen": ["index"],
-    "classes": ["group", "label"],
+# Metrics, and the names of the values that update them.
+METRICS: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "mean": (MeanMetric, ["x"]),
+    "sum": (Total, ["x"]),
+    "auroc": (BinaryAUROC, ["x", "label"]),
+    # Two metrics that share a state.
+    "shared": (lambda: MetricCollection([BinaryAccuracy(), BinaryRecall()]), ["x", "label"]),
+    "seen": (CatMetric, ["index"]),
+    "classes": (
+        lambda: ClasswiseWrapper(MulticlassAccuracy(3, average=None)),
+        ["group", "label"],
+    ),
 }
 
 
-def make_metrics() -> nn.ModuleDict:
-    return nn.ModuleDict(
-        {
-            "mean": MeanMetric(),
-            "sum": Total(),
-            "auroc": BinaryAUROC(),
-            "shared": MetricCollection([BinaryAccuracy(), BinaryRecall()]),  # of one state
-            "seen": CatMetric(),
-            "classes": ClasswiseWrapper(MulticlassAccuracy(3, average=None)),
-        }
-    )
+# Logged values that the ranks reduce: their functions of scores and labels, and options
+# of ``self.log``.
+LOGGED: dict[str, tuple[Callable[[Tensor, Tensor], Any], dict[str, Any]]] = {
+    "mean": (lambda x, label: x.mean(), {"on_step": True, "on_epoch": True}),
+    "only_step": (lambda x, label: x.mean(), {"on_step": True, "on_epoch": False}),
+    "min": (lambda x, label: x.min(), {"reduce_fx": "min"}),
+    "max": (lambda x, label: x.max(), {"reduce_fx": "max", "on_step": True, "on_epoch": True}),
+    "sum": (lambda x, label: x.sum(), {"reduce_fx": "sum"}),
+    "double": (lambda x, label: x.double().mean(), {}),
+    "number": (lambda x, label: len(x), {"reduce_fx": "sum"}),
+    "least": (lambda x, label: label.min(), {"reduce_fx": "min"}),
+}
 
 
 class Collects(L.LightningModule):
-    """Collects what it evaluates in every way that there is, and trains on anything.
+    """Collects what it evaluates: in metrics, in logged values of each kind, in lists and
+    by collectives. It trains on anything.
 
     Attributes:
         joint: values of the samples of all ranks, by name.
@@ -207,7 +243,10 @@ class Collects(L.LightningModule):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
         self.trained = Total()
-        self.metrics = nn.ModuleList(make_metrics() for _ in range(loaders))
+        self.metrics = nn.ModuleList(
+            nn.ModuleDict({name: make() for name, (make, _) in METRICS.items()})
+            for _ in range(loaders)
+        )
         self.joint: dict[str, Any] = {}
         self.collected: dict[str, Any] = {}
 
@@ -227,7 +266,7 @@ class Collects(L.LightningModule):
         batch = {name: values.reshape(-1) for name, values in batch.items()}
         x = batch["x"]
         metrics: Any = self.metrics[dataloader_idx]
-        for name, inputs in INPUTS_OF_METRICS.items():
+        for name, (_, inputs) in METRICS.items():
             metrics[name].update(*(batch[field] for field in inputs))
         self.log("mean metric", metrics["mean"], on_step=True, on_epoch=True)
         self.log_dict(
@@ -240,17 +279,11 @@ class Collects(L.LightningModule):
             self.counted += len(x)
 
     def log_values(self, x: Tensor, label: Tensor) -> None:
-        log = partial(self.log, sync_dist=True, batch_size=len(x))
-        log("mean", x.mean(), on_step=True, on_epoch=True)
-        log("only_step", x.mean(), on_step=True, on_epoch=False)
-        log("min", x.min(), reduce_fx="min")
-        log("max", x.max(), reduce_fx="max", on_step=True, on_epoch=True)
-        log("sum", x.sum(), reduce_fx="sum")
-        log("double", x.double().mean())
-        log("in a group", x.mean(), sync_dist_group=dist.group.WORLD)
-        log("number", len(x), reduce_fx="sum")
-        log("least", label.min(), reduce_fx="min")
-        self.log("own", x.mean(), batch_size=len(x))
+        log = partial(self.log, batch_size=len(x))
+        for name, (function, options) in LOGGED.items():
+            log(name, function(x, label), sync_dist=True, **options)
+        log("in a group", x.mean(), sync_dist=True, sync_dist_group=dist.group.WORLD)
+        log("own", x.mean())
 
     def on_validation_epoch_end(self) -> None:
         outputs = torch.cat(self.outputs)
@@ -278,36 +311,31 @@ class Record(NamedTuple):
         return Counter(number for number, _ in self.sizes)
 
 
-def evaluate(kind: Kind, directory: Path, cases: list[Case], ranks: int) -> dict[Case, Record]:
-    """Return the record of each case; ``UNREPEATING`` run twice, and the second run counts."""
-    records = {}
-    for case in cases:
-        loaders = READERS[case.reader](case.samples, case.batch_size)
-        for _ in range(2 if case in UNREPEATING else 1):
-            records[case] = evaluate_case(kind, directory, case, loaders, ranks)
-    return records
-
-
-def evaluate_case(
-    kind: Kind, directory: Path, case: Case, loaders: list[DataLoader[Any]], ranks: int
-) -> Record:
+def new_trainer(kind: Kind, directory: Path, ranks: int, **options: Any) -> L.Trainer:
     strategy = make_strategy(kind, directory) if ranks > 1 else "auto"
-    trainer = make_trainer(strategy, devices=ranks, limit_val_batches=case.limit_batches)
+    trainer = make_trainer(strategy, devices=ranks, **options)
     torch.manual_seed(trainer.global_rank)  # users' samplers may draw differently on each rank
+    return trainer
+
+
+def evaluate_case(make: MakeTrainer, case: Case) -> Record:
+    """Return this rank's record of a case."""
+    loaders = READERS[case.reader](case.samples, case.batch_size)
     model = Collects(len(loaders))
-    if case.in_fit:
-        trainer.fit(model, loader(6), loaders)
-    else:
-        trainer.validate(model, loaders, verbose=False)
-    logged = {
-        name: value for name, value in trainer.callback_metrics.items() if "_step" not in name
-    }
+    metrics = case.evaluate(make, model, loaders).callback_metrics
+    logged = {name: value for name, value in metrics.items() if "_step" not in name}
     own = {name: logged.pop(name) for name in list(logged) if name.startswith("own")}
     return Record(logged | model.joint, model.collected, own, model.sizes, model.counted)
 
 
+def evaluate(kind: Kind, directory: Path, cases: list[Case], ranks: int) -> dict[Case, Record]:
+    """Return this rank's record of each case."""
+    make = partial(new_trainer, kind, directory, ranks)
+    return {case: evaluate_case(make, case) for case in cases}
+
+
 class Evaluated(NamedTuple):
-    """The records of all cases, by rank: on three ranks with ours and with stock, and with
+    """The records of cases: by rank, on three ranks with ours and with stock, and with
     stock in one process.
     """
 
@@ -410,22 +438,14 @@ def unsized(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
     return loader(samples, batch_sampler=iter([own[:1], own[1:]]))  # has no length
 
 
-class Division(NamedTuple):
-    """A rank's loader of its part of so many samples, and the sizes of the batches that
-    each of three ranks evaluates.
-    """
-
-    make: Callable[[int, int, int], DataLoader[Any]]
-    samples: int
-    sizes: list[list[int]]
-
-
-DIVISIONS = [
-    Division(sampled, 5, [[1, 1], [1, 1], [1]]),
-    Division(sampled, 4, [[1, 1], [1], [1]]),
-    Division(streamed, 7, [[2, 1], [2], [2]]),
-    Division(streamed, 9, [[2, 1], [2, 1], [2, 1]]),
-    Division(unsized, 9, [[1, 2], [1, 2], [1, 2]]),
+# Loaders of a rank's part of so many samples, and the sizes of the batches that each of
+# three ranks evaluates.
+DIVISIONS: list[tuple[Callable[[int, int, int], DataLoader[Any]], int, list[list[int]]]] = [
+    (sampled, 5, [[1, 1], [1, 1], [1]]),
+    (sampled, 4, [[1, 1], [1], [1]]),
+    (streamed, 7, [[2, 1], [2], [2]]),
+    (streamed, 9, [[2, 1], [2, 1], [2, 1]]),
+    (unsized, 9, [[1, 2], [1, 2], [1, 2]]),
 ]
 
 
@@ -438,7 +458,7 @@ def divide(rank: int, world_size: int, directory: Path) -> tuple[Any, list[list[
     """Evaluate this rank's part of each loader; return what was logged, and the sizes of
     this rank's batches by loader.
     """
-    loaders = [division.make(division.samples, rank, world_size) for division in DIVISIONS]
+    loaders = [make(samples, rank, world_size) for make, samples, _ in DIVISIONS]
     model = Scorer(len(loaders))
     trainer = undivided_trainer(world_size, directory)
     trainer.validate(model, loaders, verbose=False)
@@ -447,12 +467,14 @@ def divide(rank: int, world_size: int, directory: Path) -> tuple[Any, list[list[
     return logged, sizes
 
 
-def test_ranks_that_have_other_numbers_of_batches(tmp_path: Path) -> None:
+def test_ranks_with_different_numbers_of_batches_log_what_one_process_logs(
+    tmp_path: Path,
+) -> None:
     """Each rank evaluates its own batches, and values are those of all samples."""
     [(alone, _)] = run_ranks(divide, 1, tmp_path)
     for rank, (logged, sizes) in enumerate(run_ranks(divide, 3, tmp_path)):
         assert logged == pytest.approx(alone, rel=1e-6)
-        assert sizes == [division.sizes[rank] for division in DIVISIONS]
+        assert sizes == [sizes_by_rank[rank] for _, _, sizes_by_rank in DIVISIONS]
 
 
 def evaluate_one_sample(

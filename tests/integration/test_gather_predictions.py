@@ -152,13 +152,6 @@ def test_of_a_view_only_its_own_numbers_are_sent(tmp_path: Path) -> None:
         assert max(most_bytes_by_rank) < LARGE
 
 
-class Refusal(NamedTuple):
-    """What a Trainer does before its predictions are gathered, and the error's beginning."""
-
-    act: Callable[[L.Trainer], object]
-    error: str
-
-
 def predicting(function: Callable[[Tensor], Any]) -> Callable[[L.Trainer], object]:
     return lambda trainer: trainer.predict(Predicts(function), loader(3))
 
@@ -166,35 +159,36 @@ def predicting(function: Callable[[Tensor], Any]) -> Callable[[L.Trainer], objec
 NO_PREDICTIONS = (
     "trainer must have predictions whose samples are known (got none); first call trainer.predict"
 )
-REFUSALS = [
-    Refusal(
+# What a Trainer does before its predictions are gathered, and the beginning of the error.
+REFUSALS: list[tuple[Callable[[L.Trainer], object], str]] = [
+    (
         lambda trainer: None,
         NO_PREDICTIONS,
     ),
-    Refusal(
+    (
         lambda trainer: trainer.predict(Predicts(), loader(3), return_predictions=False),
         NO_PREDICTIONS,
     ),
-    Refusal(
+    (
         lambda trainer: trainer.predict(Predicts(), [torch.ones(2, 1)]),
         NO_PREDICTIONS,
     ),
-    Refusal(
+    (
         predicting(torch.mean),
         "predictions cannot be joined: TypeError: len() of a 0-d tensor; predict_step must return",
     ),
-    Refusal(
+    (
         predicting(lambda x: {"x": x[:1]}),
         (
             "predictions cannot be joined: ValueError: predictions['x'] must have one row per"
             " sample, 2 in a batch (got 1); predict_step must return a tensor"
         ),
     ),
-    Refusal(
+    (
         predicting(lambda x: {"x": x} if 0 in x else {"x": x, "y": x}),
         "predictions cannot be joined: ValueError: Node ",
     ),
-    Refusal(
+    (
         predicting(lambda x: torch.ones(len(x), len(x))),
         "predictions cannot be joined: RuntimeError: ",
     ),
@@ -204,9 +198,9 @@ REFUSALS = [
 def refuse(rank: int, world_size: int, directory: Path) -> list[str]:
     """Return this rank's errors."""
     errors = []
-    for refusal in REFUSALS:
+    for act, _ in REFUSALS:
         trainer = new_trainer("ours", directory)
-        refusal.act(trainer)
+        act(trainer)
         errors.append(str(training.raised(SamplingError, gather_predictions, trainer)))
     return errors
 
@@ -215,8 +209,8 @@ def test_what_cannot_be_joined_is_refused_on_every_rank(tmp_path: Path) -> None:
     """Every rank raises the same error, with the wrong value."""
     first, second = ranks.run_ranks(refuse, 2, tmp_path)
     assert first == second
-    for error, refusal in zip(first, REFUSALS, strict=True):
-        assert error.startswith(refusal.error)
+    for error, (_, beginning) in zip(first, REFUSALS, strict=True):
+        assert error.startswith(beginning)
 
 
 def predict_on_two_hosts(rank: int, world_size: int, init_method: str) -> Any:

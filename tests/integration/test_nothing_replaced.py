@@ -1,5 +1,5 @@
-"""Training leaves nothing behind in a Trainer or in its process, and frees its sockets,
-threads and memory.
+"""A run leaves nothing behind in its Trainer or its process: methods, environment, signal
+handlers, sockets, threads or memory.
 """
 
 import copy
@@ -95,12 +95,11 @@ def replaced_in_runs(kind: training.Kind, directory: Path) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("kind", training.KINDS)
-def test_hardly_anything_is_replaced_in_a_run_and_nothing_after_it(
+def test_at_most_four_methods_are_replaced_in_a_run_and_none_after_it(
     kind: training.Kind, tmp_path: Path
 ) -> None:
-    """At most four methods are replaced, and none of a loader, fetcher or result.
-
-    This also holds with our callbacks in a stock strategy.
+    """None of them is a method of a loader, fetcher or result. This also holds with our
+    callbacks in a stock strategy.
     """
     for in_hooks in training.on_ranks(kind, replaced_in_runs, tmp_path):
         assert 0 < max(map(len, in_hooks)) <= 4
@@ -300,7 +299,7 @@ def fit_reloaded(kind: training.Kind, directory: Path) -> list[int]:
     return model.alive
 
 
-def test_loaders_that_are_made_again_are_freed_at_once(tmp_path: Path) -> None:
+def test_loaders_that_are_made_again_are_freed_immediately(tmp_path: Path) -> None:
     """As with stock, memory and workers of earlier epochs do not wait for a collection."""
     ours, stock = training.on_both(fit_reloaded, tmp_path)
     assert ours == stock == [[1, 1, 1, 1]] * 2

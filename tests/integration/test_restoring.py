@@ -353,17 +353,12 @@ STEPS = 4  # of an epoch
 EPOCHS = 10  # so that the ranks have time to agree on a stop
 
 
-class CommandRun(NamedTuple):
-    """The steps at which a run began and ended."""
-
-    first_step: int
-    last_step: int
-
-
 def run_command(
     kind: training.Kind, directory: Path, kept: Path | str, *callbacks: L.Callback
-) -> CommandRun:
-    """Run one command line, from its newest file on."""
+) -> tuple[int, int]:
+    """Run one command line, from its newest file on; return the steps at which the run
+    begins and ends.
+    """
     begun: list[int] = []
     begin = training.At("on_train_start", lambda trainer: begun.append(trainer.global_step))
     saver = ModelCheckpoint(kept, save_last=True)
@@ -372,7 +367,7 @@ def run_command(
     trainer = checkpointing.trainer_for(kind, directory, io, [begin, saver, *callbacks], **options)
     with suppress(SystemExit):
         trainer.fit(checkpointing.Net(), ckpt_path="last")
-    return CommandRun(begun[0], trainer.global_step)
+    return begun[0], trainer.global_step
 
 
 def refused_command(kind: training.Kind, directory: Path, kept: Path | str) -> str:
@@ -395,9 +390,9 @@ def test_last_is_the_stop_checkpoint_even_if_it_cannot_be_read(tmp_path: Path) -
     """
     kept = tmp_path / "kept"
     stop = training.signalled("on_train_batch_end", STEPS + 1, ranks=[1])  # in the second epoch
-    stopped, _ = training.on_ranks("ours", run_command, tmp_path, kept, stop)
-    assert stopped.first_step == 0
-    assert stopped.last_step > STEPS + 1
+    (begun_at, stopped_at), _ = training.on_ranks("ours", run_command, tmp_path, kept, stop)
+    assert begun_at == 0
+    assert stopped_at > STEPS + 1
     [newest] = kept.glob("*/last-preempted.ckpt")
     (kept / "last.ckpt").rename(kept / "last-v1.ckpt")
     remedy = "use an earlier checkpoint (with ckpt_path='last', delete this file)"
@@ -417,9 +412,9 @@ def test_last_is_the_stop_checkpoint_even_if_it_cannot_be_read(tmp_path: Path) -
         assert own.startswith(begin.format(newest))
         assert end in own
     newest.unlink()
-    resumed, _ = training.on_ranks("ours", run_command, tmp_path, kept)
-    assert resumed.first_step in range(STEPS, stopped.last_step + 1, STEPS), "an epoch's end"
-    assert resumed.last_step == EPOCHS * STEPS
+    (resumed_at, ended_at), _ = training.on_ranks("ours", run_command, tmp_path, kept)
+    assert resumed_at in range(STEPS, stopped_at + 1, STEPS), "an epoch's end"
+    assert ended_at == EPOCHS * STEPS
 
 
 def resumed_from_a_store(kind: training.Kind, directory: Path) -> list[int]:

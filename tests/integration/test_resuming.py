@@ -1,13 +1,13 @@
-"""A resumed run equals one that did not stop, in cases that ``test_resume_sweep`` does not
-draw: loaders with a state of their own or of several lengths, several failures, a save
-after ``fit``, and checkpoints that do not say where their epoch continues.
+"""A resumed run equals one that did not stop, where ``test_resume_sweep`` draws no case:
+loaders with a state of their own or of several lengths, several failures, a save after
+``fit``, a resume as stock's, and checkpoints without a position.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import pytest
@@ -110,14 +110,6 @@ class Looks(L.Callback):
         next(iter(trainer.train_dataloader))
 
 
-class Case(NamedTuple):
-    """A rank's loaders, options of the Trainer, and points, see ``generations``."""
-
-    loaders: Callable[[int], Any]
-    options: dict[str, Any]
-    points: Sequence[Sequence[str]]
-
-
 IN_STEP = {
     "model": continuing.WITHOUT_DROPOUT,  # random numbers within a step are not repeated
     "use_distributed_sampler": False,
@@ -132,53 +124,58 @@ def shuffled(rank: int) -> Any:
     return continuing.shuffled(SAMPLES)()
 
 
-CASES = {
+# A rank's loaders, options of the Trainer, and points, see ``generations``.
+CASES: dict[str, tuple[Callable[[int], Any], dict[str, Any], Sequence[Sequence[str]]]] = {
     # Each epoch has five batches, and a step has two of them or the last one.
-    "the state of each rank": Case(
+    "the state of each rank": (
         lambda rank: ByHand(continuing.Stream(9, rank), batch_size=2),
         {"max_epochs": 2, **IN_STEP},
         (["train_batch_end-1", "train_batch_end-4"], ["train_batch_end-7"]),
     ),
-    "a state that is kept until the epoch's end": Case(
+    "a state that is kept until the epoch's end": (
         lambda rank: LikeLitdata(continuing.Stream(9, rank), batch_size=2),
         IN_STEP,
         (["train_batch_end-2"], ["train_batch_end-8"]),
     ),
-    "a stream in torchdata's loader": Case(
-        stateful_stream, UNBROKEN, (["train_batch_end-2"], ["train_epoch_end-6"])
+    "a stream in torchdata's loader": (
+        stateful_stream,
+        UNBROKEN,
+        (["train_batch_end-2"], ["train_epoch_end-6"]),
     ),
-    "its workers": Case(
+    "its workers": (
         lambda rank: stateful_stream(rank, **continuing.workers(2)),
         UNBROKEN,
         (["train_batch_end-2"], ["train_batch_end-9"]),
     ),
-    "a state before a step": Case(
+    "a state before a step": (
         lambda rank: StatefulDataLoader(continuing.Numbers(SAMPLES), 2, shuffle=True),
         UNBROKEN,
         SAVED_TWICE,
     ),
     # The point is within a step that begins after the first loader's end.
-    "max_size": Case(lambda rank: short_and_long(), IN_STEP, [["train_batch_end-7"]]),
+    "max_size": (lambda rank: short_and_long(), IN_STEP, [["train_batch_end-7"]]),
     # A callback sets the number when an epoch begins.
-    "a schedule of accumulation": Case(
+    "a schedule of accumulation": (
         shuffled,
         {"callbacks": [GradientAccumulationScheduler({0: 2, 1: 4})], **UNBROKEN},
         (["train_batch_end-2"], ["train_batch_end-4"]),
     ),
-    "dataloader_iter": Case(shuffled, {"model": partial(Iterating, dropout=0.0)}, SAVED_TWICE),
-    "a limit": Case(shuffled, {"limit_train_batches": 3, **UNBROKEN}, SAVED_TWICE),
-    "loaders that are made again": Case(
-        shuffled, {"reload_dataloaders_every_n_epochs": 1, **UNBROKEN}, SAVED_TWICE
+    "dataloader_iter": (shuffled, {"model": partial(Iterating, dropout=0.0)}, SAVED_TWICE),
+    "a limit": (shuffled, {"limit_train_batches": 3, **UNBROKEN}, SAVED_TWICE),
+    "loaders that are made again": (
+        shuffled,
+        {"reload_dataloaders_every_n_epochs": 1, **UNBROKEN},
+        SAVED_TWICE,
     ),
-    "a callback that reads": Case(shuffled, {"callbacks": [Looks()], **UNBROKEN}, SAVED_TWICE),
+    "a callback that reads": (shuffled, {"callbacks": [Looks()], **UNBROKEN}, SAVED_TWICE),
 }
 
 
 def continue_case(rank: int, world_size: int, directory: Path, name: str) -> dict[str, str]:
     """Return the differences of runs that resume, and resume again."""
-    case = CASES[name]
-    training = continuing.Training(lambda: case.loaders(rank), directory, options=case.options)
-    return continuing.generations(training, *case.points)
+    loaders, options, points = CASES[name]
+    training = continuing.Training(lambda: loaders(rank), directory, options=options)
+    return continuing.generations(training, *points)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -210,7 +207,7 @@ def fail_again_and_again(rank: int, world_size: int, directory: Path) -> str:
         assert run.steps == whole.steps[done : done + len(run.steps)]
         path = run.saved[point]
         done += len(run.steps)
-    return continuing.difference(training, whole, done, training.run(ckpt_path=path))
+    return continuing.difference(whole, done, training.run(ckpt_path=path))
 
 
 @pytest.mark.lowest
@@ -233,7 +230,7 @@ def stop_before_first_batch(rank: int, world_size: int, directory: Path) -> str:
     assert stopped.status is not None
     loads = At("setup", lambda trainer: trainer.estimated_stepping_batches)
     resumed = training.run(ckpt_path="last", callbacks=[loads])
-    return continuing.difference(training, whole, len(stopped.steps), resumed)
+    return continuing.difference(whole, len(stopped.steps), resumed)
 
 
 def test_an_epoch_that_was_stopped_before_its_first_batch_continues(tmp_path: Path) -> None:
@@ -270,7 +267,7 @@ def resume_after_fit(
     differences = []
     for done, limits in ((5, {"max_epochs": 1}), (3, {"max_steps": 3})):
         resumed = training.run(ckpt_path=save_after_fit(directory, **limits))
-        differences.append(continuing.difference(training, whole, done, resumed))
+        differences.append(continuing.difference(whole, done, resumed))
     path = save_after_fit(directory, "validate", max_steps=3)
     return differences, continuing.resume(training, path)
 

@@ -102,12 +102,19 @@ def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
     """Ours works in a group that is already open, with a warning, and stock in ours; the
     numbers are the same.
     """
-    arguments = tmp_path, True, ["ddp", "ddp_ext", "ddp"]
-    stock_first = ranks.launch_ranks(train_in_turn, 2, *arguments)
+    stock_first = ranks.launch_ranks(
+        train_in_turn, 2, tmp_path, in_stocks_group=True, names=["ddp", "ddp_ext", "ddp"]
+    )
     ranks.output_of_all(stock_first)
     env = {**ranks.by_hand_env(2), "DDPX_INIT_METHOD": f"file://{tmp_path}/ours"}
-    arguments = tmp_path, False, ["ddp_ext", "ddp", "ddp_ext"]
-    ours_first = ranks.run_ranks(train_in_turn, 2, *arguments, env=env)
+    ours_first = ranks.run_ranks(
+        train_in_turn,
+        2,
+        tmp_path,
+        in_stocks_group=False,
+        names=["ddp_ext", "ddp", "ddp_ext"],
+        env=env,
+    )
     training.assert_same([outcome.result for outcome in stock_first], ours_first)
     assert [outcome.output.count(OTHER_CODES_GROUP) for outcome in stock_first] == [1, 0]
 
@@ -241,8 +248,10 @@ def fit_in_turn(rank: int, world_size: int) -> list[float]:
     return seen
 
 
-def test_worlds_of_other_sizes_in_turn() -> None:
-    """The order is free, without a launcher and without an address."""
+def test_trainers_in_turn_start_their_own_number_of_ranks() -> None:
+    """Start methods and numbers of devices may follow each other in any order, without a
+    launcher and without an address.
+    """
     # A forked process cannot use OpenMP threads that its parent has started.
     env = {"OMP_NUM_THREADS": "1"}
     assert ranks.run_ranks(fit_in_turn, 1, env=env) == [[1, 2, 1, 3, 1]]

@@ -88,8 +88,7 @@ def short_and_long(rank: int, world_size: int) -> list[Any]:
 
 def uneven_loaders(rank: int, world_size: int) -> list[Any]:
     """Return loaders of four batches, and of one on rank 0 and three on rank 1."""
-    lengths = (8, 2 + 4 * rank)
-    return [divided_by_strategy(rank, world_size, samples) for samples in lengths]
+    return [divided_by_strategy(rank, world_size, samples) for samples in (8, 2 + 4 * rank)]
 
 
 class ByTheClock:

@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -22,46 +22,34 @@ import torch.distributed as dist
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    RandomSampler,
-)
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 from torchmetrics import MeanSquaredError, Metric
 from torchmetrics.classification import BinaryAUROC
 
 from lightning_ddp_ext.errors import RankFailedError
 from tests.harness import sweeps, training
-from tests.integration.continuing import KEPT
+from tests.integration.continuing import KEPT, Numbers
 
 # Data.
 
 
-class Numbered(Dataset[Any]):
+class Numbered(Numbers):
     """Samples with their number, and with noise from each library's generator."""
 
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, int]:
+    def __getitem__(self, number: int) -> Any:
         noise = torch.rand(4) + random.random() + float(np.random.rand())
         target = torch.tensor([float(number % 2)])
         return torch.arange(4.0).mul(number + 1).sin() + noise / 10, target, number
 
 
 def own_sampler(samples: int, **options: Any) -> DataLoader[Any]:
-    data = Numbered(samples)
-    return DataLoader(data, sampler=DistributedSampler(data, seed=2), **options)
+    sampler = DistributedSampler(range(samples), seed=2)
+    return DataLoader(Numbered(samples), sampler=sampler, **options)
 
 
 def own_generator(samples: int, **options: Any) -> DataLoader[Any]:
-    data = Numbered(samples)
-    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(3))
-    return DataLoader(data, sampler=sampler, **options)
+    sampler = RandomSampler(range(samples), generator=torch.Generator().manual_seed(3))
+    return DataLoader(Numbered(samples), sampler=sampler, **options)
 
 
 class OwnIteration(DataLoader[Any]):
@@ -86,6 +74,7 @@ LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {
 
 # The parts of programs.
 
+# What a model does or has, besides training.
 MODEL = (
     "dropout",
     "manual",  # optimisation
@@ -153,28 +142,22 @@ TRAINER: dict[str, tuple[Any, ...]] = {
 EARLY_ENDS = {("fast_dev_run", 2), ("max_time", timedelta(microseconds=1))}
 
 
-class Logged(NamedTuple):
-    """What a program logs of its loss, and options of ``self.log``."""
-
-    value: Callable[[Tensor], Any]
-    options: dict[str, Any]
-
-
 EACH = {"on_step": True, "on_epoch": True}
-LOGGED = {
-    "mean": Logged(torch.clone, {"sync_dist": True, "prog_bar": True, **EACH}),
-    "sum": Logged(torch.clone, {"sync_dist": True, "reduce_fx": "sum", "on_epoch": True}),
-    "max": Logged(torch.clone, {"sync_dist": True, "reduce_fx": "max", "on_step": True}),
-    "min": Logged(torch.clone, {"sync_dist": True, "reduce_fx": torch.min, **EACH}),
-    "own": Logged(torch.clone, EACH),
-    "double": Logged(lambda loss: loss.double() / 3, {"sync_dist": True}),
-    "half": Logged(Tensor.half, {"sync_dist": True}),
-    "nan": Logged(lambda loss: loss * torch.nan, {"sync_dist": True}),
-    "one": Logged(lambda loss: loss.reshape(1), {"sync_dist": True, "batch_size": 7}),
-    "number": Logged(float, {"sync_dist": True, "prog_bar": True}),
-    "graph": Logged(torch.clone, {"sync_dist": True, "enable_graph": True}),
-    "of rank 0": Logged(torch.clone, {"sync_dist": True, "rank_zero_only": True}),
-    "by loader": Logged(torch.clone, {"sync_dist": True, "add_dataloader_idx": False}),
+# What a program logs of its loss, and options of ``self.log``.
+LOGGED: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any]]] = {
+    "mean": (torch.clone, {"sync_dist": True, "prog_bar": True, **EACH}),
+    "sum": (torch.clone, {"sync_dist": True, "reduce_fx": "sum", "on_epoch": True}),
+    "max": (torch.clone, {"sync_dist": True, "reduce_fx": "max", "on_step": True}),
+    "min": (torch.clone, {"sync_dist": True, "reduce_fx": torch.min, **EACH}),
+    "own": (torch.clone, EACH),
+    "double": (lambda loss: loss.double() / 3, {"sync_dist": True}),
+    "half": (Tensor.half, {"sync_dist": True}),
+    "nan": (lambda loss: loss * torch.nan, {"sync_dist": True}),
+    "one": (lambda loss: loss.reshape(1), {"sync_dist": True, "batch_size": 7}),
+    "number": (float, {"sync_dist": True, "prog_bar": True}),
+    "graph": (torch.clone, {"sync_dist": True, "enable_graph": True}),
+    "of rank 0": (torch.clone, {"sync_dist": True, "rank_zero_only": True}),
+    "by loader": (torch.clone, {"sync_dist": True, "add_dataloader_idx": False}),
 }
 MANY = 130  # more values than one collective has
 
@@ -280,9 +263,6 @@ class Watching(L.Callback):
 class Writer(callbacks.BasePredictionWriter):
     """Has the module record what it is to write."""
 
-    def __init__(self) -> None:
-        super().__init__("batch_and_epoch")
-
     def write_on_batch_end(
         self, trainer: Any, module: Any, prediction: Any, indices: Any, *_: Any
     ) -> None:
@@ -293,16 +273,22 @@ class Writer(callbacks.BasePredictionWriter):
 
 
 class Watched(L.LightningModule):
-    """The model of a program, which records its batches and the values that it reads."""
+    """The model of a program, which records its batches and the values that it reads.
+
+    Attributes:
+        parts: those of ``MODEL`` that it has.
+        seen: the records, in order.
+    """
 
     def __init__(self, program: Program) -> None:
         super().__init__()
         self.program = program
+        self.parts = program.model
         self.seen: list[Any] = []
-        self.automatic_optimization = "manual" not in program.model
-        dropout = nn.Dropout(0.3) if "dropout" in program.model else nn.Identity()
+        self.automatic_optimization = "manual" not in self.parts
+        dropout = nn.Dropout(0.3) if "dropout" in self.parts else nn.Identity()
         self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), dropout, nn.Linear(6, 1))
-        self.unused = nn.Linear(2, 2) if "unused" in program.model else None
+        self.unused = nn.Linear(2, 2) if "unused" in self.parts else None
         metric = METRICS[program.metric]
         self.metric = None if metric is None else metric()
 
@@ -317,34 +303,34 @@ class Watched(L.LightningModule):
         loss: Tensor = (self(x) - y).square().mean()
         value = loss.detach() + self.global_rank
         for name in self.program.logged:
-            logged = LOGGED[name]
-            self.log_value(f"{stage}_{name}", logged.value(value), **logged.options)
-        if "infers" in self.program.model:
+            function, options = LOGGED[name]
+            self.log_value(f"{stage}_{name}", function(value), **options)
+        if "infers" in self.parts:
             with torch.inference_mode():
                 self.log_value("inferred", value + 1, sync_dist=True, on_step=True, on_epoch=False)
-        if "many" in self.program.model:
+        if "many" in self.parts:
             self.log_dict({f"{number}": value + number for number in range(MANY)}, sync_dist=True)
             self.log("0", value / 2, sync_dist=True)
-        if "group" in self.program.model:
+        if "group" in self.parts:
             self.log("group", value, sync_dist=True, sync_dist_group=dist.group.WORLD)
-        if "gathers" in self.program.model:
+        if "gathers" in self.parts:
             self.seen.append(self.all_gather({"loss": loss.detach()}))
             self.seen.append(self.trainer.strategy.reduce(loss.detach(), reduce_op="max"))
         return loss
 
     def log_value(self, name: str, value: Any, **options: Any) -> None:
         self.log(name, value, **options)
-        if "reads alone" in self.program.model and self.global_rank == 1:
+        if "reads alone" in self.parts and self.global_rank == 1:
             self.read_metrics()
 
     def configure_callbacks(self) -> list[L.Callback]:
-        if "estimates" in self.program.model:
+        if "estimates" in self.parts:
             self.seen.append(self.trainer.estimated_stepping_batches)
         return []
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         loss = self.loss("train", batch)
-        if "profiles" in self.program.model:
+        if "profiles" in self.parts:
             with self.trainer.profiler.profile("a part"):
                 self.seen.append(float(loss))
         if not self.automatic_optimization:
@@ -353,14 +339,14 @@ class Watched(L.LightningModule):
             self.manual_backward(loss)
             self.log_value("after a collective", float(self.global_rank), sync_dist=True, **EACH)
             optimizer.step()
-        if "reads" in self.program.model:
+        if "reads" in self.parts:
             self.read_metrics()
-        if "stops" in self.program.model and self.global_step == 3:
+        if "stops" in self.parts and self.global_step == 3:
             self.trainer.should_stop = True
         return loss
 
     def on_train_batch_start(self, batch: Any, index: int) -> int | None:
-        return -1 if "skips" in self.program.model and index == 2 else None
+        return -1 if "skips" in self.parts and index == 2 else None
 
     def validation_step(self, batch: Any, index: int) -> None:
         self.log("val_loss", self.loss("val", batch), sync_dist=True)
@@ -376,7 +362,7 @@ class Watched(L.LightningModule):
         return numbers, self(x)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if "hooks" in self.program.model:
+        if "hooks" in self.parts:
             total = sum(each.grad.sum() for each in self.parameters() if each.grad is not None)
             self.log_value("gradients", total + self.global_rank, sync_dist=True)
 
@@ -386,29 +372,31 @@ class Watched(L.LightningModule):
         self.seen += [dict(metrics) for metrics in kinds]
 
     def on_train_batch_end(self, *_: Any) -> None:
-        if "reads later" in self.program.model:
+        if "reads later" in self.parts:
             self.read_metrics()
-        if "hooks" in self.program.model:
+        if "hooks" in self.parts:
             self.log_value("after the step", float(self.global_rank), sync_dist=True, **EACH)
 
     def on_train_epoch_end(self) -> None:
-        if "reads alone" not in self.program.model or self.global_rank == 1:
+        if "reads alone" not in self.parts or self.global_rank == 1:
             self.read_metrics()
-        if "hooks" in self.program.model:
+        if "hooks" in self.parts:
             self.log("end", float(self.global_rank), sync_dist=True, reduce_fx="sum")
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
-        if "plateau" not in self.program.model:
+        if "plateau" not in self.parts:
             return optimizer
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         plateau = {"scheduler": scheduler, "monitor": "val_loss", "strict": False}
         return {"optimizer": optimizer, "lr_scheduler": plateau}
 
     def train_dataloader(self) -> DataLoader[Any]:
-        program = self.program
-        sizes = {"batch_size": program.batch_size, "drop_last": program.drops_last}
-        return LOADERS[program.train](program.samples, **sizes)
+        return LOADERS[self.program.train](
+            self.program.samples,
+            batch_size=self.program.batch_size,
+            drop_last=self.program.drops_last,
+        )
 
     def val_dataloader(self) -> DataLoader[Any]:
         # The ranks divide the samples without a rest, so that none is repeated.
@@ -417,22 +405,24 @@ class Watched(L.LightningModule):
     test_dataloader = predict_dataloader = val_dataloader
 
 
+@dataclass
 class Play:
     """A program on this rank, with ours or with stock.
 
-    Args:
+    Attributes:
         program: the program.
         kind: whose strategy it uses.
         shared: where the ranks connect; the programs on the same ranks share it.
         place: where this program writes.
     """
 
-    def __init__(self, program: Program, kind: training.Kind, shared: Path, place: Path) -> None:
-        self.program = program
-        self.kind = kind
-        self.shared = shared
-        self.place = place
-        self.module = Watched(program)
+    program: Program
+    kind: training.Kind
+    shared: Path
+    place: Path
+
+    def __post_init__(self) -> None:
+        self.module = Watched(self.program)
         self.watching = Watching()
 
     def make_trainer(self) -> L.Trainer:
@@ -440,7 +430,7 @@ class Play:
         finds_unused = {"find_unused_parameters": True} if "unused" in self.program.model else {}
         return training.make_trainer(
             training.make_strategy(self.kind, self.shared, **finds_unused),
-            callbacks=[self.watching, Writer(), *made],
+            callbacks=[self.watching, Writer("batch_and_epoch"), *made],
             default_root_dir=self.place,
             logger=[
                 CSVLogger(self.place, name="logged", version="0"),
@@ -552,7 +542,7 @@ def test_programs_of_all_parts_see_what_they_see_with_stock(tmp_path: Path) -> N
 
 @pytest.mark.nightly
 @pytest.mark.timeout(0)  # SWEEP_COUNT says how long it takes
-def test_programs_of_a_new_seed_do_so_too(
+def test_programs_of_a_new_seed_see_what_they_see_with_stock(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What they see is equal to the last bit."""

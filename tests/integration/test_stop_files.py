@@ -278,8 +278,9 @@ def test_a_requeued_job_resumes_from_its_own_file(ckpt_path: str | None, tmp_pat
     job = by_srun()
     own = stop_job(tmp_path, job)
     newer = stop_job(tmp_path, by_srun())
-    options = {"env": requeued(job), "is_stopped": False, "ckpt_path": ckpt_path}
-    outcomes = ranks.launch_ranks(run_job, 2, tmp_path, **options)
+    outcomes = ranks.launch_ranks(
+        run_job, 2, tmp_path, is_stopped=False, ckpt_path=ckpt_path, env=requeued(job)
+    )
     assert [outcome.result for outcome in outcomes] == [RESUMED] * 2, outcomes[0].story()
     assert f"from the checkpoint path at {own}\n" in outcomes[0].output
     assert list(tmp_path.rglob("*.ckpt")) == [newer]
@@ -289,8 +290,9 @@ def test_a_requeued_job_resumes_from_its_own_file(ckpt_path: str | None, tmp_pat
 def test_another_job_resumes_only_if_it_is_asked_to(ckpt_path: str | None, tmp_path: Path) -> None:
     """A job without a file of its own, requeued or not, continues an earlier one with "last"."""
     saved = stop_job(tmp_path, by_srun())
-    options = {"env": requeued(by_srun()), "is_stopped": False, "ckpt_path": ckpt_path}
-    outcomes = ranks.launch_ranks(run_job, 2, tmp_path, **options)
+    outcomes = ranks.launch_ranks(
+        run_job, 2, tmp_path, is_stopped=False, ckpt_path=ckpt_path, env=requeued(by_srun())
+    )
     begin = FROM_START if ckpt_path is None else RESUMED
     assert [outcome.result for outcome in outcomes] == [begin] * 2, outcomes[0].story()
     assert saved.exists() is (ckpt_path is None)

@@ -186,31 +186,7 @@ class Stoppable(continuing.Net):
             super().happens(what, *results)
 
 
-# Playing a case on a rank.
-
-sent: list[Case] = []  # cases whose signal this process has sent, of all that it plays
-
-
-def send_in_hook(owner: Any, case: Case) -> Any:
-    """Return the owner of a case's hook, which sends the signal in a call of it."""
-    name = case.hook.partition(".")[2]
-    method = getattr(owner, name)
-    numbers_of_calls = itertools.count()
-
-    @functools.wraps(method)
-    def signalling(*args: Any, **kwargs: Any) -> Any:
-        if next(numbers_of_calls) == case.earlier:
-            sent.append(case)
-            os.kill(os.getpid(), signal.Signals[case.signal])
-        return method(*args, **kwargs)
-
-    setattr(owner, name, signalling)
-    return owner
-
-
-def signalling_module(case: Case, loaders: Callable[[], Any]) -> L.LightningModule:
-    module: L.LightningModule = send_in_hook(Stoppable(loaders), case)
-    return module
+# Playing a case, on each rank. Nothing is judged there.
 
 
 class Ended(NamedTuple):
@@ -220,12 +196,28 @@ class Ended(NamedTuple):
     callback_state: str
 
 
-# By the name of the callback: a run without a signal. The cases that a process plays share
-# it.
-wholes: dict[str, Ended] = {}
+class Played(NamedTuple):
+    """A rank's runs of a case.
+
+    Attributes:
+        whole: the run without a signal.
+        stopped: the run with the signal.
+        has_sent: whether this rank has sent it.
+        resumed: the run from the checkpoint of the stop on; none if nothing has stopped.
+    """
+
+    whole: Ended
+    stopped: continuing.Run
+    has_sent: bool
+    resumed: Ended | None
 
 
-def training_of(case: Case, place: Path) -> continuing.Training:
+def train(
+    name: str, ranks: int, place: Path, *others: L.Callback, modules: Any = Stoppable
+) -> Ended:
+    """Train beside the callback of this name, and others, from the last checkpoint in
+    ``place``, or from the beginning.
+    """
     options = {
         "max_epochs": 2,
         "limit_val_batches": 1.0,
@@ -237,47 +229,85 @@ def training_of(case: Case, place: Path) -> continuing.Training:
         "logger": True,
         "default_root_dir": place,
     }
-    loaders = continuing.shuffled(6 * case.ranks)
-    return continuing.Training(loaders, place.parent, case.ranks, options)
-
-
-def train(case: Case, place: Path, *, is_signalled: bool = False) -> Ended:
-    """Train from the last checkpoint in ``place``, or from the beginning."""
-    callback = CALLBACKS[case.callback](place)
-    modules: Any = Stoppable
-    others: list[L.Callback] = []
-    if is_signalled and case.hook.startswith("module."):
-        modules = functools.partial(signalling_module, case)
-    elif is_signalled:
-        others = [send_in_hook(L.Callback(), case)]
-    run = training_of(case, place).run(
-        model=modules, callbacks=[callback, *others], ckpt_path="last"
-    )
-    if case.ranks > 1:
+    callback = CALLBACKS[name](place)
+    training = continuing.Training(continuing.shuffled(6 * ranks), place.parent, ranks, options)
+    run = training.run(model=modules, callbacks=[callback, *others], ckpt_path="last")
+    if ranks > 1:
         dist.barrier()  # one rank's run must not look for what the other one's removes
     is_compared = not isinstance(callback, (callbacks.Checkpoint, callbacks.Timer))
     return Ended(run, repr(callback.state_dict()) if is_compared else "")
 
 
-def play(case: Case, rank: int, ranks: int, place: Path) -> str:
-    """Stop a training and resume it; describe what is not as without a signal."""
-    if case.callback not in wholes:
-        wholes[case.callback] = train(case, place.parent / f"whole {case.callback}")
-    whole = wholes[case.callback]
-    stopped = train(case, place, is_signalled=rank == case.rank).run
-    if stopped.status is None and case not in sent and case not in DAILY:
+# The cases of a process whose callback is the same share a run without a signal.
+train_without_signal = functools.cache(train)
+
+
+def send_in_hook(owner: Any, case: Case, sent: list[str]) -> Any:
+    """Return the owner of a case's hook, which adds the signal to ``sent`` and sends it in a
+    call of it.
+    """
+    name = case.hook.partition(".")[2]
+    method = getattr(owner, name)
+    numbers_of_calls = itertools.count()
+
+    @functools.wraps(method)
+    def signalling(*args: Any, **kwargs: Any) -> Any:
+        if next(numbers_of_calls) == case.earlier:
+            sent.append(case.signal)
+            os.kill(os.getpid(), signal.Signals[case.signal])
+        return method(*args, **kwargs)
+
+    setattr(owner, name, signalling)
+    return owner
+
+
+def play(case: Case, rank: int, ranks: int, place: Path) -> Played:
+    """Train without a signal, with one, and from the stop on."""
+    train_in = functools.partial(train, case.callback, ranks, place)
+    whole = train_without_signal(case.callback, ranks, place.parent / f"whole {case.callback}")
+    sent: list[str] = []
+    if rank != case.rank:
+        stopped = train_in()
+    elif case.hook.startswith("module."):
+        stopped = train_in(modules=lambda loaders: send_in_hook(Stoppable(loaders), case, sent))
+    else:
+        stopped = train_in(send_in_hook(L.Callback(), case, sent))
+    resumed = None if stopped.run.status is None else train_in()
+    return Played(whole, stopped.run, bool(sent), resumed)
+
+
+# Judging what the ranks have played.
+
+
+def fault_of(case: Case, played: Played) -> str:
+    """Describe what is not as without a signal on a rank; return an empty string if all is."""
+    whole, stopped, has_sent, resumed = played
+    if stopped.status is None and not has_sent and case not in DAILY:
         # The hook was not called that often.
-        return continuing.difference(training_of(case, place), whole.run, 0, stopped)
+        return continuing.difference(whole.run, 0, stopped)
     done = len(stopped.steps)
     if stopped.status != case.status or stopped.steps != whole.run.steps[:done]:
         return f"ends with {stopped.status}, after {stopped.steps} instead of {whole.run.steps}"
-    resumed = train(case, place)
-    wrong = continuing.difference(training_of(case, place), whole.run, done, resumed.run)
+    assert resumed is not None
+    fault = continuing.difference(whole.run, done, resumed.run)
     has_trained = bool(resumed.run.steps)  # otherwise no callback's training has begun
-    if not wrong and has_trained and resumed.callback_state != whole.callback_state:
+    if not fault and has_trained and resumed.callback_state != whole.callback_state:
         return f"its callback has {resumed.callback_state} instead of {whole.callback_state}"
-    return wrong
+    return fault
 
+
+def faults_of(cases: Sequence[Case], directory: Path) -> dict[Case, str]:
+    """Play cases; describe one rank's fault of each case that has some."""
+    faults: dict[Case, str] = {}
+    for case, results in sweeps.play_cases(play, cases, lambda case: case.ranks, directory).items():
+        if isinstance(results, str):  # the ranks died
+            faults[case] = results
+        else:
+            faults[case] = max((fault_of(case, played) for played in results), key=len)
+    return {case: fault for case, fault in faults.items() if fault}
+
+
+# The sweep.
 
 REPEAT = "SWEEP='{}' .venv/bin/python -m pytest tests/integration/test_stop_sweep.py -k stopped"
 
@@ -294,35 +324,25 @@ def draw(chance: random.Random) -> Case:
     )
 
 
-def faults_of(cases: Sequence[Case], directory: Path) -> dict[Case, str]:
-    """Play cases; describe one rank's fault of each case that has some."""
-    played = sweeps.play_cases(play, cases, lambda case: case.ranks, directory)
-    faults = {}
-    for case, results in played.items():
-        # The result is a text if the ranks died; a rank without a fault has an empty one.
-        fault = results if isinstance(results, str) else max(results, key=len)
-        if fault:
-            faults[case] = fault
-    return faults
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stopped_run_continues_as_if_uninterrupted(ranks: int, tmp_path: Path) -> None:
-    """Steps, validations and weights are the same."""
+    """Steps, validations and weights are those of a run without a signal."""
     cases = [case for case in sweeps.chosen_cases(Case.parse, DAILY) if case.ranks == ranks]
     sweeps.expect_nothing_wrong(faults_of(cases, tmp_path), REPEAT)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(0)  # SWEEP_COUNT says how long it takes
-def test_cases_of_a_new_seed_do_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs that are stopped in cases drawn from all hooks, callbacks and signals
-    continue in the same way.
-    """
+def test_runs_of_a_new_seed_continue_as_if_uninterrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This holds for cases that are drawn from all hooks, callbacks and signals."""
     seed, count = sweeps.new_seed(capsys, 300)
     chance = random.Random(seed)
     sweeps.expect_nothing_wrong(faults_of([draw(chance) for _ in range(count)], tmp_path), REPEAT)
 
+
+# Evaluations.
 
 EVALUATIONS = {
     "validate": "on_validation_batch_start",

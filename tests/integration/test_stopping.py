@@ -1,6 +1,5 @@
 """After a signal to any rank, all ranks save and stop after the same step, whatever happens
-beside it and though a rank is stuck. Handlers that a process had before are called, and
-restored.
+meanwhile and even if a rank is stuck; the user's own signal handlers are called.
 
 ``test_stop_files`` shows where they save, and ``test_resume_sweep`` and ``test_stop_sweep``
 compare resumed runs with runs that were not stopped.
@@ -43,7 +42,9 @@ class End(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """The callbacks and the strategy of a run, and how it ends."""
+    """The callbacks of a run, which send a signal and do other things, its exit status, the
+    checkpoints that it leaves, and options of the strategy.
+    """
 
     callbacks: list[L.Callback]
     status: int = training.STOPPED
@@ -92,7 +93,7 @@ def validate_in_step(trainer: L.Trainer) -> None:
     training.make_trainer(strategy, limit_val_batches=2).validate(training.Net(), verbose=False)
 
 
-# What happens beside a signal, the exit status, and the files.
+# What happens beside a signal, and how the run ends.
 STOPS = {
     "without a stop checkpoint": Stop(
         [continuing.signal_rank_one()], training.STOPPED, [], {"stop_checkpoint": None}
@@ -217,10 +218,11 @@ def test_sigterm_ends_a_process_after_its_last_step(tmp_path: Path) -> None:
         assert outcome.exit_code == -signal.SIGTERM, outcome.story()
 
 
-def hold(rank: int, world_size: int, directory: Path, deadline: int, point: str) -> None:
-    """Train with a short default timeout for sockets, and hold the ranks after step 1.
-
-    When rank 0 goes on, it waits for rank 1.
+def hold_after_step_1(
+    rank: int, world_size: int, directory: Path, deadline: int, point: str
+) -> None:
+    """Train with a short default timeout for sockets, and hold both ranks at a point after
+    step 1. The test releases rank 0, which then waits for rank 1.
     """
     socket.setdefaulttimeout(0.001)
     earlier = {"on_train_batch_end": 0, STEP_START: 1}[point]
@@ -276,7 +278,7 @@ def test_a_rank_that_does_not_stop_is_named_in_time_to_save(
     """The rank that can raises and saves, after half of the time to stop; with little time, it
     exits with the signal's status, and names the stuck rank.
     """
-    with ranks.RankProcesses(hold, 2, tmp_path, deadline, point) as processes:
+    with ranks.RankProcesses(hold_after_step_1, 2, tmp_path, deadline, point) as processes:
         processes.wait_for_all("after step 1")
         processes.kill(1, signum)
         processes.kill(0, signal.SIGTERM)

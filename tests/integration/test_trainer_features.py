@@ -281,7 +281,9 @@ class HouseEnvironment(LightningEnvironment):
 
 
 def train_in_the_house(rank: int, world_size: int, strategy: type[DDPStrategy]) -> dict[str, Any]:
-    """Return the rank, what the environment has validated, and the weights."""
+    """Train in the user's cluster; return the rank, what the environment has validated, and
+    the weights.
+    """
     L.seed_everything(1)
     model = training.Net()
     environment = HouseEnvironment()

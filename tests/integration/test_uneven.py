@@ -1,6 +1,5 @@
-"""Ranks with different training data are refused, and those with the same warned. With
-``uneven_inputs="stop_at_shortest"``, all ranks end an epoch when the first one has no
-more batches.
+"""Ranks with uneven numbers of batches are refused, or all end an epoch when the first one
+has no more, with ``uneven_inputs="stop_at_shortest"``. Ranks that read the same are warned.
 """
 
 import math
@@ -15,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import ConfigurationError, SamplingError, ScalableDistributedSampler
@@ -27,21 +26,17 @@ Lengths = list[int]  # of a rank's data, by epoch
 STOP = {"uneven_inputs": "stop_at_shortest"}
 
 
-class Stream(IterableDataset[Tensor]):
-    """This rank's numbers, as many as the epoch has."""
+class Stream(continuing.Stream):
+    """Numbers that only this rank has, as many as the epoch has."""
 
     def __init__(self, rank: int, lengths: Lengths) -> None:
-        self.rank = rank
+        super().__init__(100, rank)
         self.lengths = lengths
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
 
     def __iter__(self) -> Iterator[Tensor]:
-        first = 100.0 * self.rank + 10 * self.epoch
         length = self.lengths[self.epoch % len(self.lengths)]
-        return (torch.tensor([first + number]) for number in range(length))
+        first = 10 * self.epoch
+        return (torch.tensor([float(number)]) for number in self.numbers[first : first + length])
 
 
 Loaders = Callable[[int, Lengths], Any]
