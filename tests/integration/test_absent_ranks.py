@@ -99,7 +99,8 @@ def exit_on_rank_0_after_a_barrier(rank: int, world_size: int, directory: Path) 
 
 def test_a_rank_that_exits_immediately_after_a_barrier_is_not_missed(tmp_path: Path) -> None:
     """Every rank has passed the barrier, so none fails."""
-    ranks.run_ranks(exit_on_rank_0_after_a_barrier, 2, tmp_path)
+    outcomes = ranks.launch_ranks(exit_on_rank_0_after_a_barrier, 2, tmp_path)
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0], ranks.stories(outcomes)
 
 
 def enter_barrier_late(rank: int, world_size: int, directory: Path, late_rank: int) -> None:
