@@ -55,7 +55,8 @@ def restore(
             into this process's own memory.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read; the same error on every rank.
+        FileNotFoundError: the checkpoint does not exist for rank 0.
+        CheckpointError: it cannot be read; the same error on every rank.
     """
     with ExitStack() as stack:
         archive, view = _open(stack, location, ranks)
@@ -147,6 +148,9 @@ def _open(stack: ExitStack, location: Location, ranks: Ranks) -> tuple[Archive |
                 path = os.path.join(stack.enter_context(TemporaryDirectory()), "checkpoint")
                 location.fs.get_file(location.path, path)
             archive = _open_archive(stack, path, location.url)
+    except FileNotFoundError:
+        missing = f"checkpoint {location.url} does not exist for rank {ranks.rank} on host {host}"
+        return None, _View(host, error=FileNotFoundError(missing))
     except CheckpointError as error:  # the other ranks are waiting for the view
         return None, _View(host, error=error)
     status = archive.status

@@ -110,17 +110,18 @@ class GradientAveraging:
         if self._strategy.root_device.type == "cuda":
             torch.cuda.synchronize(self._strategy.root_device)
 
-    def name_unused(self, error: BaseException, message: str) -> None:
+    def name_unused(self, error: RuntimeError) -> None:
         """Prepend names and a remedy to DDP's message about unused parameters.
 
-        Other errors are unchanged, and numbers without a known name are left out.
+        The other ranks then report them too. Other errors are unchanged.
         """
+        message = str(error)
         unused = _unused_in(message)
         if unused is None:
             return
         rank, numbers = unused
         averaged = list(self._averaged)
-        names = [averaged[number] for number in numbers if number < len(averaged)]
+        names = [averaged[number] for number in numbers]
         sentence = (
             f"a backward pass on rank {rank} did not reach these parameters:"
             f" {listed(names)}; DDP waits for their gradients in each backward"

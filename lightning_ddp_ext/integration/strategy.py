@@ -387,9 +387,9 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        message = str(exception)  # Lightning replaces it
-        super().on_exception(exception)
-        self._averaging.name_unused(exception, message)
+        """Leave the error as it is. Stock replaces DDP's text about unused parameters, to
+        which the rank has added their names.
+        """
 
     # Steps.
 
@@ -403,7 +403,11 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._metrics.step(is_training=True):
-            return super().training_step(*args, **kwargs)
+            try:
+                return super().training_step(*args, **kwargs)
+            except RuntimeError as error:
+                self._averaging.name_unused(error)
+                raise
 
     @override
     def backward(

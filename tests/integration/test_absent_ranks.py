@@ -186,7 +186,7 @@ SILENT = (
 )
 ELSEWHERE = (
     r"in a collective.*, but rank 1 \(host .*, pid \d+\) is in"
-    r" .*ranks.py:\d+;"  # where ``hold`` waits
+    r" .*rank_process.py:\d+;"  # where ``hold`` waits
     r" make sure that"
 )
 

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 
 from lightning_ddp_ext import ConfigurationError, DDPExtError
 from tests.harness import training
-from tests.harness.ranks import message_of, output_of_all
+from tests.harness.ranks import launch_ranks, message_of, output_of_all
 
 # Comm hooks.
 
@@ -83,13 +83,27 @@ def test_unused_parameters_are_named(tmp_path: Path) -> None:
     unused = FIRST_LAYER + SPARE
     first, second = training.fit_on(2, tmp_path, Forgetful(), FREEZE)
     assert (first.exit_code, second.exit_code) == (1, 1)
-    assert second.failure.message.startswith(
+    sentence = (
         "a backward pass on rank 1 did not reach these parameters:"
         f" {', '.join(unused[:8])} and {len(unused) - 8} more; DDP waits for their gradients in"
         " each backward pass. If the loss is not to depend on them, choose"
         " strategy='ddp_ext_find_unused_parameters_true', or"
         " DDPExtStrategy(find_unused_parameters=True)\n"
-    ), second.failure.message
+    )
+    assert second.failure.message.startswith(sentence), second.failure.message
+    assert sentence in first.failure.message, first.failure.message
+
+
+def fit_in_forked_ranks(rank: int, world_size: int, directory: Path) -> None:
+    training.make_trainer("ddp_ext_fork").fit(Forgetful())
+
+
+def test_the_launching_process_names_unused_parameters(tmp_path: Path) -> None:
+    """It has no model in DDP, whose parameters have names, but those of the ranks."""
+    [outcome] = launch_ranks(fit_in_forked_ranks, 1, tmp_path)
+    sentence = "a backward pass on rank 1 did not reach these parameters: spare.0.weight, "
+    assert sentence in outcome.failure.message, outcome.story()
+    assert "these parameters: ;" not in outcome.failure.message
 
 
 def schedule_accumulation(begins_in_epoch: int) -> L.Callback:
