@@ -387,8 +387,9 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Leave the error as it is. Stock replaces DDP's text about unused parameters, to
-        which the rank has added their names.
+        """Leave the error as it is, with the names that :meth:`training_step` added.
+
+        Stock replaces the text of DDP's error about unused parameters.
         """
 
     # Steps.

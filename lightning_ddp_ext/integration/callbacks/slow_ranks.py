@@ -22,7 +22,7 @@ from ..private.ddp_times import has_timers, measure_next_step, times_of_last_ste
 from ..private.lightning_tree import pl, rank_zero_warn
 from ..strategy_ranks import ranks_of
 
-# What a rank did, and the median time that it took in ms a step.
+# A rank's entry in `SlowRanks.report`, which documents the keys.
 Row = Mapping[str, Any]
 
 _logger = rank_logger(__name__, ranks=0)
@@ -73,15 +73,19 @@ class SlowRanks(pl.Callback):
             raise ConfigurationError(f"ratio must be a number above 1 (got {ratio!r}); pass 1.5")
         self.ratio = ratio
         self.report: list[Row] = []
+        self._start_fit(is_measuring=False)
+
+    def _start_fit(self, *, is_measuring: bool) -> None:
+        self._is_measuring = is_measuring
+        self._started_at: float | None = None  # when all ranks started a measured step
+        self._fetched_at = 0.0  # when this rank had the batch of that step
+        self._steps: list[dict[str, float]] = []  # times since the last comparison, in ms
+        self._announcements = _Announcements()  # used on rank 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         has_ranks = trainer.world_size > 1
-        self._is_measuring = has_ranks and has_timers(trainer.strategy.model)
-        self._started_at: float | None = None  # when all ranks started a measured step
-        self._steps: list[dict[str, float]] = []  # measured since the last comparison
-        self._history: list[dict[int, str]] = [{}]  # the slow ranks of all comparisons
-        self._named: dict[int, str] = {}  # the slow ranks, as the log says
+        self._start_fit(is_measuring=has_ranks and has_timers(trainer.strategy.model))
         if has_ranks and not self._is_measuring:
             rank_zero_warn(
                 "SlowRanks measures nothing: it needs a strategy with torch's"
@@ -95,18 +99,23 @@ class SlowRanks(pl.Callback):
 
     @override
     def on_train_batch_start(self, *_: Any) -> None:
-        if self._started_at is not None:
-            self._data = (time.perf_counter() - self._started_at) * 1e3
+        self._fetched_at = time.perf_counter()
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Record the step, and prepare the next one.
+
+        It is measured if all ranks start it together.
+        """
         if not self._is_measuring:
             return
         if self._started_at is not None and (times := times_of_last_step(trainer.strategy.model)):
-            self._steps.append({"data": self._data, **times})
+            data = (self._fetched_at - self._started_at) * 1e3
+            self._steps.append({"data": data, **times})
         batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         if batches % self.every_n_steps == 0:
             self._compare(trainer)
+        # The same on all ranks, which meet in the barrier.
         is_measured = batches % self.every_n_steps < _SAMPLES * trainer.accumulate_grad_batches
         measure_next_step(trainer.strategy.model, is_measured=is_measured)
         if is_measured:
@@ -115,15 +124,15 @@ class SlowRanks(pl.Callback):
 
     def _compare(self, trainer: pl.Trainer) -> None:
         """Compare the ranks. Collective: every rank must call it."""
-        own: dict[str, Any] = {
+        row: dict[str, Any] = {
             "rank": trainer.global_rank,
             "host": socket.gethostname(),
             "device": str(trainer.strategy.root_device),
         }
         if self._steps:
-            own |= {part: median(step[part] for step in self._steps) for part in self._steps[0]}
+            row |= {part: median(step[part] for step in self._steps) for part in self._steps[0]}
         self._steps.clear()
-        report = ranks_of(trainer.strategy).gather(own)
+        report = ranks_of(trainer.strategy).gather(row)
         if not all("data" in row for row in report):  # some rank has measured no step
             return
         self.report = report
@@ -131,25 +140,34 @@ class SlowRanks(pl.Callback):
             step = batches_that_stepped_of(trainer.fit_loop.epoch_loop)
             for logger in trainer.loggers:
                 logger.log_metrics(_metrics(report), step=step)
-            self._history.append(slow_parts(report, self.ratio))
-            self._name_slow_ranks()
+            self._announcements.add(report, slow_parts(report, self.ratio))
 
-    def _name_slow_ranks(self) -> None:
-        """Log a line if other ranks are slow than the log says, or at another part.
 
-        What only one of the last two comparisons shows changes nothing.
-        """
-        *_, before, now = self._history
-        lasting = {rank: part for rank, part in now.items() if before.get(rank) == part}
-        if not lasting.items() <= self._named.items():
-            self._named.update(lasting)
-            _logger.warning(in_words(self.report, lasting))
-        for rank in self._named.keys() - before.keys() - now.keys():
-            del self._named[rank]
-            often = sum(rank in slow for slow in self._history)
+class _Announcements:
+    """Logs a line when ranks become slow, at another part, or are no longer slow.
+
+    It takes two comparisons in a row to change what the log says, since the times of one
+    may be disturbed.
+    """
+
+    def __init__(self) -> None:
+        self._comparisons: list[dict[int, str]] = [{}]  # the slow ranks of each
+        self._announced: dict[int, str] = {}  # the slow ranks, as the log says
+
+    def add(self, report: Sequence[Row], slow: dict[int, str]) -> None:
+        """Add a comparison and the slow ranks in it, each with its part."""
+        before = self._comparisons[-1]
+        self._comparisons.append(slow)
+        in_both = {rank: part for rank, part in slow.items() if before.get(rank) == part}
+        if not in_both.items() <= self._announced.items():
+            self._announced.update(in_both)
+            _logger.warning(in_words(report, in_both))
+        for rank in self._announced.keys() - before.keys() - slow.keys():
+            del self._announced[rank]
+            count = sum(rank in each for each in self._comparisons)
             _logger.warning(
-                f"rank {rank} is no longer slow; it was slow in {often} of"
-                f" {len(self._history) - 1} comparisons"
+                f"rank {rank} is no longer slow; it was slow in {count} of"
+                f" {len(self._comparisons) - 1} comparisons"
             )
 
 
