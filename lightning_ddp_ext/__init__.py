@@ -4,8 +4,12 @@ All ranks exit when one fails, and a stopped run is saved.
 
 Importing the package registers the strategy names ``ddp_ext``, ``ddp_ext_spawn``,
 ``ddp_ext_fork``, ``ddp_ext_notebook`` and ``ddp_ext_forkserver`` with ``lightning`` and
-with ``pytorch_lightning``.
+with ``pytorch_lightning``. In a rank that a script started by running itself again, it
+also has the kernel send SIGTERM to this process when that script exits.
 """
+
+# Names with an underscore are not public; the two ``import *`` import the names in the
+# ``__all__`` of their modules, which are public.
 
 import sys as _sys
 from importlib import metadata as _metadata
@@ -34,6 +38,8 @@ if _TYPE_CHECKING:
     from lightning_ddp_ext.integration import public as _public
     from lightning_ddp_ext.integration.public import *  # noqa: F403
 else:
+    # The classes of the Lightning tree in use, which is known only when this runs. Type
+    # checkers see those for ``lightning.pytorch``, which have the same names.
     _public = _trees.adapter("public")
     globals().update({name: getattr(_public, name) for name in _public.__all__})
 

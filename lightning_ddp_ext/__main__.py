@@ -29,18 +29,42 @@ _MIB = 4  # in the all-reduce
 
 
 def main() -> None:
-    """Train one step on all ranks, describe each rank, and time an all-reduce."""
+    """Train one step on all ranks, describe each rank, and time an all-reduce.
+
+    Training starts the ranks and connects them just as in the user's script.
+    """
+    logging.disable(logging.INFO)  # hide the log lines of Lightning and of our strategy
+    warnings.simplefilter("ignore")
+    trainer = _make_trainer(_parse_options())
+    trainer.fit(importlib.import_module(f"{pl.__name__}.demos.boring_classes").BoringModel())
+    strategy = trainer.strategy
+    # In one write, since the ranks share the output.
+    print(f"{_describe(strategy)}\n", end="", flush=True)
+    milliseconds = _time_all_reduce(strategy)
+    if trainer.is_global_zero:
+        # The init method that the ranks used: the strategy's argument may be None, and
+        # it has no public attribute for the method that was chosen.
+        print(
+            f"{strategy._rendezvous.init_method or 'env://'}: all-reduce of {_MIB} MiB in"
+            f" {milliseconds:.1f} ms",
+            flush=True,
+        )
+
+
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m lightning_ddp_ext", description=__doc__)
     parser.add_argument(
         "--devices", type=int, default=2, help="ranks to start without a launcher (default: 2)"
     )
     parser.add_argument("--accelerator", default="auto", help="auto, cpu or gpu (default: auto)")
     parser.add_argument("--init-method", help="init_method of the strategy")
-    options = parser.parse_args()
-    logging.disable(logging.INFO)  # hide the log lines of Lightning and of our strategy
-    warnings.simplefilter("ignore")
+    return parser.parse_args()
+
+
+def _make_trainer(options: argparse.Namespace) -> Any:
+    """Return a Trainer for one step, on the ranks of a launcher if there is one."""
     world = read_world(os.environ)
-    trainer = pl.Trainer(
+    return pl.Trainer(
         strategy=DDPExtStrategy(options.init_method, stop_checkpoint=None),
         accelerator=options.accelerator,
         devices=options.devices if world is None else world.local_world_size,
@@ -52,17 +76,6 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(importlib.import_module(f"{pl.__name__}.demos.boring_classes").BoringModel())
-    strategy = trainer.strategy
-    # In one write, since the ranks share the output.
-    print(f"{_describe(strategy)}\n", end="", flush=True)
-    milliseconds = _time_all_reduce(strategy)
-    if trainer.is_global_zero:
-        print(
-            f"{strategy._rendezvous.init_method or 'env://'}: all-reduce of {_MIB} MiB in"
-            f" {milliseconds:.1f} ms",
-            flush=True,
-        )
 
 
 def _describe(strategy: Any) -> str:
@@ -70,8 +83,11 @@ def _describe(strategy: Any) -> str:
     world = strategy.world
     device = strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    packages = ("torch", pl.__name__.partition(".")[0].replace("_", "-"), "lightning-ddp-ext")
-    versions = ", ".join(f"{package} {metadata.version(package)}" for package in packages)
+    lightning = pl.__name__.partition(".")[0].replace("_", "-")
+    versions = ", ".join(
+        f"{package} {metadata.version(package)}"
+        for package in ("torch", lightning, "lightning-ddp-ext")
+    )
     return (
         f"rank {world.rank} of {world.world_size}: local rank {world.local_rank} of node"
         f" {world.node_rank}, from {world.source}; host {platform.node()}, pid {os.getpid()},"
@@ -80,9 +96,9 @@ def _describe(strategy: Any) -> str:
 
 
 def _time_all_reduce(strategy: Any) -> float:
-    """Return the milliseconds of an all-reduce, after a first one."""
+    """Return the milliseconds of one all-reduce, after a small one that connects the ranks."""
     strategy.reduce(torch.ones(1, device=strategy.root_device), reduce_op="sum")
-    ones = torch.ones(_MIB << 18, device=strategy.root_device)
+    ones = torch.ones(_MIB * 2**18, device=strategy.root_device)  # 2**18 floats are 1 MiB
     started = time.perf_counter()
     total = strategy.reduce(ones, reduce_op="sum")[-1].item()
     if total != strategy.world_size:

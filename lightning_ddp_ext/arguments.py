@@ -74,10 +74,21 @@ def to_timedelta(value: float | timedelta | None, *, field: str) -> timedelta | 
 
 
 def check_choice(field: str, value: object, *allowed: object) -> None:
-    """Raise if the value is not in ``allowed``, of which the first is the default.
+    """Raise if the value is not one of those allowed.
+
+    Args:
+        field: the argument's name, for messages.
+        value: its value.
+        allowed: the allowed values; messages show the first as the default.
 
     Raises:
-        ConfigurationError: it is not.
+        ConfigurationError: it is another value.
+
+    >>> try:
+    ...     check_choice("uneven", "stop", "pad", "drop")
+    ... except ConfigurationError as error:
+    ...     print(error)
+    uneven must be 'pad' or 'drop' (got 'stop'); the default is 'pad'
     """
     # 1 equals True, but is not a bool.
     is_allowed = any(type(value) is type(choice) and value == choice for choice in allowed)
@@ -91,6 +102,11 @@ def check_choice(field: str, value: object, *allowed: object) -> None:
 
 def length_of(value: Any, field: str, remedy: str) -> int:
     """Return ``len(value)``.
+
+    Args:
+        value: an object of the user's, such as a dataset.
+        field: the argument's name, for messages.
+        remedy: advice for the user, for messages.
 
     Raises:
         ConfigurationError: the object has no length.

@@ -74,7 +74,10 @@ class Ranks:
         return values[0]
 
     def broadcast(self, content: Tensor) -> None:
-        """Fill a byte buffer in CPU memory with rank 0's content."""
+        """Fill a byte buffer in CPU memory with rank 0's content.
+
+        Unlike the other methods, it needs a process group even for a single rank.
+        """
         with self._exchange():
             wire = torch.device("cpu") if is_gloo("cpu", self.group) else self.device
             for piece in content.split(_PIECE):
@@ -85,7 +88,11 @@ class Ranks:
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
-        """Run collectives in the block, whose values may be used after it."""
+        """Run collectives in the block, whose values may be used after it.
+
+        If they raise because another rank failed, the error that ``check_received``
+        raises names that rank, and replaces theirs on purpose.
+        """
         self.check()
         try:
             yield
@@ -187,7 +194,8 @@ class _Failure:
     def to_error(self, what: str, *, rank: int) -> Exception:
         """Return the error for other ranks, with the remote traceback as its cause.
 
-        A note names the rank and the operation.
+        A note names the rank and the operation. This changes the stored error, so call
+        it once.
         """
         self.error.add_note(f"raised on rank {rank} (operation: {what})")
         self.error.__cause__ = RemoteTraceback(self.traceback_text)
@@ -201,10 +209,16 @@ class RemoteTraceback(Exception):
         return f"\n\n{self.args[0]}"
 
 
+# Errors as text, for messages to other ranks.
+
+
 def shortened(text: str, longest: int) -> str:
     """Return the text, or its beginning and end if it is longer than ``longest``.
 
     In the latter case, the number of characters left out is in between.
+
+    >>> shortened("abcdefgh", 4).splitlines()
+    ['ab', '... (4 characters left out) ...', 'gh']
     """
     left_out = len(text) - longest
     if left_out <= 0:
@@ -214,7 +228,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def chain_of(exception: BaseException) -> Iterator[BaseException]:
-    """Yield the exception, its cause or context, and so on."""
+    """Yield the exception, its cause or context, and so on, each once."""
     seen: set[int] = set()
     link: BaseException | None = exception
     while link is not None and id(link) not in seen:
@@ -224,7 +238,11 @@ def chain_of(exception: BaseException) -> Iterator[BaseException]:
 
 
 def reason_of(exception: BaseException) -> str:
-    """Return an exception's type and shortened text, even if its ``__str__`` raises."""
+    """Return an exception's type and shortened text, even if its ``__str__`` raises.
+
+    >>> reason_of(ValueError("no such layer"))
+    'ValueError: no such layer'
+    """
     name = type(exception).__name__
     try:
         text = str(exception)

@@ -71,7 +71,8 @@ class Channel:
         self.arrived = threading.Condition(threading.RLock())
         self.heartbeat = heartbeat
         self.is_closing = False
-        # With the lock of `arrived`, by topic: its handler, or messages without one.
+        # By topic: its handler, or messages without one. A message is handled or kept
+        # with the lock of `arrived`.
         self._handlers: dict[str, Handler] = {}
         self._unclaimed: dict[str, list[Message]] = {}
         # Changed on the serving thread only: open connections, and those with a rank.
@@ -79,7 +80,8 @@ class Channel:
         self._of_rank: dict[int, Connection] = {}
         self._admit: Admit = lambda connection, topic, body: None  # on rank 0, see `accept`
         self._accepting: Future[None] = Future()  # until rank 0 stops accepting
-        self._thread: threading.Thread | None = None  # from the first connection; has a loop
+        # The serving thread, and in `_loop` its event loop: from the first connection.
+        self._thread: threading.Thread | None = None
 
     # Connecting.
 
@@ -137,7 +139,10 @@ class Channel:
             self._handlers[topic] = handler
 
     def forget(self, topic: str) -> None:
-        """Drop the handler of a topic, and messages without one."""
+        """Drop the handler of a topic, and messages without one.
+
+        To stop at a certain message, hold the lock of ``arrived``.
+        """
         self._handlers.pop(topic, None)
         self._unclaimed.pop(topic, None)
 
@@ -187,7 +192,7 @@ class Channel:
         if self._thread is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=2 * _FLUSH_SECONDS)
-            self._handlers.clear()
+            self._handlers.clear()  # without the lock: the thread handles no more messages
 
     def close_inherited_sockets(self) -> None:
         """Close a forked child's copies, so that other ranks notice its parent's death.
@@ -284,6 +289,8 @@ class Channel:
         if rank is not None:
             del self._of_rank[rank]
             reason = "" if connection.has_left else connection.close_reason
+            # Without the lock, since each rank is set once; threads that wait for it are
+            # notified by `deliver`.
             self.ended[rank] = reason
             if not self.is_closing:
                 self.deliver(ENDED, {"from": rank, "reason": reason})
@@ -302,6 +309,9 @@ class Connection(asyncio.Protocol):
         has_left: whether the peer has announced an orderly exit.
         close_reason: why the connection was closed; empty while it is open.
         lost: done after the channel has handled the end.
+
+    The event loop sets ``_transport``, with which it writes, in ``connection_made``,
+    before it calls any other method.
     """
 
     def __init__(self, connected: socket.socket, channel: Channel) -> None:

@@ -27,7 +27,17 @@ _NO_REPLY = {
 class Contact:
     """A connection of this rank to the process at one address, which may be rank 0.
 
-    The main thread uses it, and the channel's thread sets ``replies``.
+    The keys of ``replies`` show the state, as in the table of ``handshake``:
+
+    - none: the process has not replied, and may not be rank 0;
+    - ``accepted``: rank 0 has accepted this rank, and waits for others;
+    - ``accepted``, ``welcome`` and ``route``: all ranks are connected;
+    - ``refused``, perhaps after ``accepted``: rank 0 has refused the start.
+
+    In each state, ``channel.ended`` has the number 0 if the connection has closed.
+
+    The main thread uses it. The channel's thread replaces ``replies`` as a whole, so
+    that the main thread reads it without a lock.
 
     Args:
         info: this rank.
@@ -37,7 +47,7 @@ class Contact:
 
     Attributes:
         channel: the channel to the process, which stays open after the handshake.
-        replies: the bodies of all replies so far, merged into one.
+        replies: the bodies of all replies so far, merged into one; a key stays.
         peer_host: the numeric host of the process.
         own_host: the numeric host of this rank in the same network.
     """
@@ -54,10 +64,16 @@ class Contact:
         self.channel.on_message("handshake", self._handle_message)
         self.channel.connect(0, connected)
 
-    def wait_for(self, reply: str, seconds: float) -> bool:
+    def wait_until_answered(self, reply: str, seconds: float) -> bool:
         """Wait until a reply or a refusal arrives, or the connection is closed.
 
-        Return whether one of them happened within ``seconds``.
+        Args:
+            reply: its key, ``accepted`` or ``welcome``.
+            seconds: the longest wait.
+
+        Returns:
+            False if the time is up. The caller finds out what has happened from the
+            state, in which a reply that arrives after the time also counts.
         """
         return self.channel.wait_for(
             lambda: (
@@ -80,16 +96,22 @@ class Contact:
             RendezvousError: rank 0 refused the start, exited, or did not reply.
             RankDiedError: rank 0 died after all ranks had connected.
         """
-        if not self.wait_for("welcome", deadline.remaining):
+        if not self.wait_until_answered("welcome", deadline.remaining):
             self.channel.send("handshake", {"overdue": deadline.seconds})
-            self.wait_for("welcome", answer)
+            self.wait_until_answered("welcome", answer)
         if "welcome" not in self.replies:
             self.raise_if_ended()
             raise self._lost("did not reply")
         return _table_in(self.replies)
 
     def raise_if_ended(self) -> None:
-        """Raise if rank 0 has refused the start, or has closed the connection."""
+        """Raise if rank 0 has refused the start, or has closed the connection.
+
+        Raises:
+            RendezvousError: rank 0 refused the start, or exited before all ranks had
+                connected.
+            RankDiedError: it exited after that.
+        """
         has_ended = 0 in self.channel.ended  # read first: rank 0 closes after a refusal
         raise_if_refused(self.replies)
         if not has_ended:
@@ -113,8 +135,13 @@ class Contact:
 def find_rank_zero(
     request: Request, endpoint: Endpoint, info: RankInfo, deadline: Deadline
 ) -> Contact:
-    """Try to contact rank 0 until it accepts this rank."""
-    reason = "not tried"
+    """Try to contact rank 0 until it accepts this rank, at most until the deadline.
+
+    Raises:
+        RendezvousError: rank 0 did not accept this rank in time, or refused the start;
+            or a process exited, so that the ranks cannot connect.
+    """
+    reason = "not tried"  # why the last attempt failed
     for _ in deadline.ticks():
         if sentence := request.launch_failure():
             raise RendezvousError(sentence)
@@ -122,7 +149,14 @@ def find_rank_zero(
         address = endpoint.look_up()
         for host in address.candidates():
             try:
-                return reach(host, address, info, request.timeouts, deadline, endpoint)
+                return reach(
+                    host,
+                    address,
+                    info=info,
+                    timeouts=request.timeouts,
+                    deadline=deadline,
+                    endpoint=endpoint,
+                )
             except OSError as error:
                 # A name may become resolvable only when its host is up.
                 reason = str(error.strerror or error)
@@ -140,6 +174,7 @@ def find_rank_zero(
 def reach(
     host: str,
     address: Address,
+    *,
     info: RankInfo,
     timeouts: Timeouts,
     deadline: Deadline,
@@ -150,6 +185,14 @@ def reach(
     Rank 0 may be busy, so only a closed connection, the deadline or a changed address
     ends this wait.
 
+    Args:
+        host: one of the hosts of the address.
+        address: the address, as ``endpoint`` shows it now.
+        info: this rank.
+        timeouts: the timeouts of the control channel.
+        deadline: the end of the wait.
+        endpoint: where rank 0 publishes its address, which another one may replace.
+
     Raises:
         OSError: it does not reply, or does not wait for this rank.
         RendezvousError: it is a rank 0, and has refused this rank.
@@ -159,11 +202,15 @@ def reach(
     contact = Contact(info, connected, f"{host}:{address.port}", timeouts.heartbeat)
     try:
         contact.channel.send("hello", {"nonce": address.nonce, **asdict(info)})
-        while not contact.wait_for("accepted", min(timeouts.connect, deadline.remaining)):
+        while not contact.wait_until_answered(
+            "accepted", min(timeouts.connect, deadline.remaining)
+        ):
             if deadline.expired or endpoint.look_up() != address:
                 break
         raise_if_refused(contact.replies)
         if "accepted" not in contact.replies:
+            # None while the connection is open. A reason that is not listed, such as an
+            # orderly exit or a silent host, counts as a closed connection.
             raise OSError(_NO_REPLY.get(contact.channel.ended.get(0), _NO_REPLY[CLOSED]))
     except BaseException:
         contact.channel.close(in_order=False)

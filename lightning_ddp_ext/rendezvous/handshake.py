@@ -118,7 +118,8 @@ class RankZero:
     """The part of rank 0, which decides whether the ranks start.
 
     Its channel's thread accepts ranks, and decides after their messages. The main
-    thread waits, and decides after conditions that no message reports.
+    thread waits, and decides after conditions that no message reports. Both decide with
+    the lock of the channel's messages, and only the first decision counts.
 
     Args:
         request: the Trainer's request.
@@ -135,15 +136,23 @@ class RankZero:
         self._info = info
         self._deadline = deadline
         self._channel = Channel(request.timeouts.heartbeat)
-        # By rank. The channel's thread adds the others, with the lock of its messages.
-        self._accepted = {0: info}
-        self._greeted: set[int] = set()  # the ranks that have sent a hello
-        self._route = ""  # as in the welcome
-        # The welcome or the refusal, as in the table of the module; empty until then.
+        # The channel's thread sets these three, in a message and thus with its lock: the
+        # accepted ranks, the ranks that have sent a hello, and the route of the welcome.
+        # It only adds to them, and accepts none after the decision. So the main thread
+        # needs the lock only to list the accepted ranks before the decision.
+        self._accepted = {0: info}  # by rank
+        self._greeted: set[int] = set()
+        self._route = ""
+        # Empty while undecided, then once set to a body with the key "welcome" or
+        # "refused", as in the table of the module. Any thread may thus read it.
         self._decision: Message = {}
 
     def connect(self) -> Connections:
-        """Wait until every rank has connected, and reply to late ones after an error."""
+        """Wait until every rank has connected, and reply to late ones after an error.
+
+        Raises:
+            RendezvousError: as for :func:`connect`.
+        """
         try:
             return self._connect()
         except BaseException:
@@ -174,20 +183,30 @@ class RankZero:
         """Return a listening socket and its address, unless there is another rank 0."""
         earlier = self._endpoint.look_up()
         if earlier.nonce:
-            self._raise_if_refused_at(earlier)
+            self._probe(earlier)
         try:
             return self._endpoint.listen()
-        except RendezvousError:
-            self._raise_if_refused_at(earlier)
+        except RendezvousError:  # another process has the port
+            self._probe(earlier)
             raise
 
-    def _raise_if_refused_at(self, address: Address) -> None:
-        """Raise the refusal of another rank 0 if one is answering at this address."""
+    def _probe(self, address: Address) -> None:
+        """Raise the refusal of another rank 0 if one is answering at this address.
+
+        It never accepts this rank, since two processes then claim rank 0.
+        """
         timeouts = self._request.timeouts
         for host in address.candidates():
             deadline = Deadline(min(timeouts.connect, self._deadline.remaining))
             with suppress(OSError):
-                reach(host, address, self._info, timeouts, deadline, self._endpoint)
+                reach(
+                    host,
+                    address,
+                    info=self._info,
+                    timeouts=timeouts,
+                    deadline=deadline,
+                    endpoint=self._endpoint,
+                )
 
     def _await_decision(self) -> None:
         while not self._decision:
@@ -226,7 +245,15 @@ class RankZero:
     def _admit(
         self, nonce: str, store_port: int, connection: Connection, topic: str, body: Message
     ) -> None:
-        """Reply to a hello; another program's connection may stay open."""
+        """Reply to a hello; another program's connection may stay open.
+
+        Args:
+            nonce: that of this rank's address, which a hello must have.
+            store_port: the port of the store, for a rank that is accepted.
+            connection: the connection, which has no rank yet.
+            topic: the topic of the message.
+            body: its body.
+        """
         if topic != "hello":
             return
         is_for_this_rank = body.pop("nonce", None) == nonce

@@ -8,7 +8,9 @@ up the data of two calls.
 A call has an ordinal, and the number of steps that its rank started before it. In a
 correct program, all ranks make the same calls in the same order, between the same
 steps. A rank will never make a call if its own call with this ordinal has another name,
-or if it has started more steps and made fewer calls.
+or if it has started more steps and made fewer calls. For example, both ranks have made 4
+calls. Rank 0 starts step 7, and then call 5, which thus has 7 steps. Once rank 1 starts
+step 8 and has still made 4 calls, it has skipped call 5.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class Call:
         rank: the rank that makes it.
         number: its ordinal on that rank, counted from 1.
         steps: the number of steps that the rank started before it.
-        name: the name that must be the same on all ranks.
-        what: the call, as messages show it.
+        name: identifies the call; it must be the same on all ranks.
+        what: describes the call in messages, perhaps differently on each rank.
         where: file and line in the user's code, if known.
         remedy: advice for a rank that skips it; empty for the usual one.
         may_be_late: whether a rank may take as long as it needs to start the call.
@@ -97,7 +99,12 @@ class NamedBarriers:
             raise self._report_skipped(call).to_error()
 
     def _skipped_call(self) -> Call | None:
-        """Return a call that this rank skipped and another one waits in, if any."""
+        """Return a call that this rank skipped and another one waits in, if any.
+
+        The main thread needs no lock for this. It counts its step before it looks for a
+        call, and the channel's thread records a call before it looks at the steps, so
+        at least one of them finds it. A second report has no effect.
+        """
         waiting = self._waiting.get(self.made + 1, [])
         earliest = min(waiting, key=lambda call: call.steps, default=None)
         return earliest if earliest is not None and self._steps > earliest.steps else None
@@ -131,14 +138,14 @@ class NamedBarriers:
         with self._peers.arrived:
             self.made += 1
             call = Call(
-                self._peers.rank,
-                self.made,
-                self._steps,
-                name or what,
-                what,
-                where,
-                remedy,
-                may_be_late,
+                rank=self._peers.rank,
+                number=self.made,
+                steps=self._steps,
+                name=name or what,
+                what=what,
+                where=where,
+                remedy=remedy,
+                may_be_late=may_be_late,
             )
         receivers = self._peers.everyone if self._peers.rank == 0 else [0]
         self._peers.tell(receivers, "call", {"call": asdict(call)})
@@ -192,8 +199,11 @@ def event_of_absence(
     call: Call, absent: Sequence[RankInfo], finding: str, remedy: str
 ) -> PeerEvent:
     """Return the event of ranks that have not started a call in which another one waits."""
-    sentence = f"rank {call.rank} began {call}, but {listed(absent)} {finding}; {remedy}"
-    return event_of("absent", absent[0], sentence)
+    return event_of(
+        "absent",
+        absent[0],
+        f"rank {call.rank} began {call}, but {listed(absent)} {finding}; {remedy}",
+    )
 
 
 def event_of_different_calls(

@@ -24,9 +24,9 @@ def listen(host: str, port: int) -> socket.socket:
         OSError: the port cannot be bound.
     """
     is_dual = not is_loopback(host) and socket.has_dualstack_ipv6()
-    if not is_loopback(host):
-        host = "::" if is_dual else "0.0.0.0"
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    all_interfaces = "::" if is_dual else "0.0.0.0"
+    bound_to = host if is_loopback(host) else all_interfaces
+    family, *_, address = socket.getaddrinfo(bound_to, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(
         address[:2], family=family, backlog=1024, dualstack_ipv6=is_dual
     )
@@ -93,11 +93,11 @@ def network_identity() -> str:
     """Return an identity of this process's loopback network.
 
     It is the same for two processes if, and only if, they can reach each other by
-    loopback; in a sandbox that hides both facts, it is the host's name.
+    loopback. If a sandbox hides the boot or the namespace, it is the host's name.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/net")
     try:
         return f"{boot.read_text().strip()} {namespace.readlink()}"
-    except OSError:  # a sandbox may have neither
+    except OSError:  # one of them cannot be read
         return socket.gethostname()

@@ -48,6 +48,14 @@ _NCCL_SLACK = timedelta(minutes=1)
 class ProcessGroups:
     """The default process group and the others that the package forms.
 
+    An object serves one connection to the other ranks. Making it sets environment
+    variables, and ``close`` removes them. In between, the groups are
+
+    1. *forming*, while the main thread is in :meth:`forming`;
+    2. *open*, until :meth:`close` closes all of them;
+    3. *closed*, but still referenced, until :meth:`release`. ``close`` calls it unless
+       other ranks may have abandoned a collective.
+
     Args:
         request: the settings of the first Trainer.
         connections: the results of the handshake, with the store in which groups are
@@ -55,7 +63,7 @@ class ProcessGroups:
 
     Attributes:
         request: the settings of the Trainer that uses the groups.
-        others: all groups except the default one, by key.
+        others: all open groups except the default one, by the key of :meth:`form`.
         has_aborted_nccl: whether NCCL was aborted. Kernels that waited for other ranks
             then returned partial sums, and work that was queued behind them, such as an
             optimiser step, used these.
@@ -65,22 +73,28 @@ class ProcessGroups:
         self.request = request
         self.others: dict[object, dist.ProcessGroup] = {}
         self.has_aborted_nccl = False
-        self._aborting = threading.Lock()  # the channel's thread aborts while the main one closes
         self._connections = connections
-        self._is_forming = False  # while the main thread is in `forming`
-        # The default group, and others that are closed. These references must outlive
-        # DDP's: dropping the last reference to a group waits for gloo's threads, which
-        # may wait for the GIL. Python releases the GIL meanwhile, but DDP does not:
+        # Held while a thread aborts NCCL: the channel's thread and the main one may both
+        # start such threads.
+        self._aborting = threading.Lock()
+        # References to the default group, from its forming, and to the others, from
+        # `close`; both until `release`. They must outlive those of DDP: dropping the
+        # last reference to a group waits for gloo's threads, which may wait for the
+        # GIL. Python releases the GIL meanwhile, but DDP does not:
         # https://github.com/pytorch/pytorch/issues/56297. Without them, 2 of 69 failing
-        # runs hung in teardown. `close` drops them, which frees the groups' sockets,
-        # unless `is_broken`: gloo's threads may then still be busy, so only `release`
-        # does.
+        # runs hung in teardown. Dropping them frees the groups' sockets.
         self._default: dist.ProcessGroup | None = None
         self._closed: list[dist.ProcessGroup] = []
-        # Of each open group, in the order of forming; the default group is the first.
+        # Whether the main thread is in `forming`, and the sockets of each group, from
+        # its forming until `close`; the default group is the first. The main thread
+        # sets both, and `abort` reads them in another thread. They need no lock:
+        # `ProcessContext.forming` looks for a failure after it has set them, and a
+        # failure is recorded before `abort` is called. So either the main thread sees
+        # the failure, or `abort` sees the sockets.
+        self._is_forming = False
         self._sockets: list[OpenedSockets] = []
-        # Those that this object sets until the groups are closed. An exported variable
-        # stays: :func:`check_variables` has compared the values.
+        # The environment variables that this object sets until `close`. An exported
+        # variable stays: :func:`check_variables` has compared the values.
         self._variables = {
             name: value
             for name, value in self._required_variables().items()
@@ -135,10 +149,7 @@ class ProcessGroups:
 
     def _form_and_check(self, timeout: timedelta) -> None:
         request = self.request
-        with suppress(AttributeError):
-            # The keys in the store have the number of the attempt, and torch also counts
-            # one that failed, perhaps not on every rank.
-            dist.distributed_c10d._world.group_count = 0
+        _reset_group_count()
         dist.init_process_group(
             request.backend,
             store=PrefixStore("group", self._connections.store),
@@ -152,7 +163,7 @@ class ProcessGroups:
         dist.all_reduce(total)
         if total.item() != request.world.world_size:
             raise self._error_about(f"adds ones up to {total.item():g}")
-        self._set_timeout()
+        _set_timeout(None, self._with_slack(self.timeout))
 
     @property
     def _is_bound(self) -> bool:
@@ -179,19 +190,14 @@ class ProcessGroups:
         # All ranks are here: they have passed a barrier.
         timeout = min(self.request.init_timeout, self.timeout)
         group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
-        self._set_timeout(group)
+        _set_timeout(group, self._with_slack(self.timeout))
         self.others[key] = group
 
     def serve(self, request: Request) -> None:
         """Use the groups for another Trainer's request, with its timeout."""
         self.request = request
         for group in (None, *self.others.values()):
-            self._set_timeout(group)
-
-    def _set_timeout(self, group: dist.ProcessGroup | None = None) -> None:
-        # Torch 2.15 deprecates the private name, which earlier versions have alone.
-        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-        set_timeout(self._with_slack(self.timeout), group)
+            _set_timeout(group, self._with_slack(self.timeout))
 
     def _with_slack(self, timeout: timedelta) -> timedelta:
         """Return the timeout for torch, which must act after this package with NCCL."""
@@ -230,26 +236,36 @@ class ProcessGroups:
         return self._sockets[1:] if default_is_nccl else self._sockets
 
     def abort_nccl(self) -> bool:
-        """Abort NCCL's groups, and return whether any existed.
+        """Abort NCCL's groups if there are any, even if they were aborted before.
 
         They are not destroyed instead, which would wait for their kernels.
+
+        Returns:
+            Whether there were any: the default group uses NCCL, and this object has
+            opened it, is forming it, or has aborted it.
         """
-        # Without a default group, this object may be forming it.
+        # Torch knows a group that forms before `_default` does.
         is_open = dist.is_initialized() and (self.owns_default or self._default is None)
         if not self.uses_nccl or not (is_open or self.has_aborted_nccl):
             return False
         self.has_aborted_nccl = True  # set before any wait for the device returns
         # An abort may wait for minutes: https://github.com/NVIDIA/nccl/issues/1777
-        start_thread(ABORTING, self._abort_all).join(_ABORT_SECONDS)
+        start_thread(ABORTING, _abort_groups, self._aborting).join(_ABORT_SECONDS)
         return True
-
-    def _abort_all(self) -> None:
-        abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
-        with self._aborting, suppress(Exception):
-            abort()
 
     def close(self, *, is_broken: bool) -> None:
         """Close all groups of this process.
+
+        ===================================  =============================  ============
+        The default group                    is                             and released
+        ===================================  =============================  ============
+        works                                destroyed                      now
+        is broken, and uses NCCL             aborted                        later
+        is broken, and uses gloo             destroyed                      later
+        is not open, or the user's           left alone                     as above
+        ===================================  =============================  ============
+
+        Later means by :meth:`release`: gloo's threads may still be busy.
 
         Args:
             is_broken: whether other ranks may have abandoned a collective.
@@ -275,3 +291,37 @@ class ProcessGroups:
         """Drop the last references to the closed groups."""
         self._closed.clear()
         self._default = None
+
+
+# Private names of torch, each with its substitute.
+
+
+def _reset_group_count() -> None:
+    """Have torch count its groups from 0 again.
+
+    This number is in the keys in the store. torch also counts a group that failed to
+    form, perhaps not on every rank; the ranks would then not find each other's keys,
+    and forming another group would time out. Without the private name, this does
+    nothing.
+    """
+    with suppress(AttributeError):
+        dist.distributed_c10d._world.group_count = 0
+
+
+def _set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+    """Set the timeout of a group, ``None`` for the default group.
+
+    Torch 2.15 deprecates the private name, which earlier versions have alone.
+    """
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timeout, group)
+
+
+def _abort_groups(lock: threading.Lock) -> None:
+    """Abort all groups of this process, and ignore errors; holds the lock meanwhile.
+
+    Without the private name, they are destroyed, which may wait for their kernels.
+    """
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+    with lock, suppress(Exception):
+        abort()

@@ -2,14 +2,14 @@
 
 Every rank passes the same stop points in the same order: before each request of a training
 batch, before each step of an evaluation, and at the end of the run. Each rank counts those
-that it has passed; the number of one after an evaluation does not depend on the steps in
-it. A rank that receives a signal sends a request to rank 0 over the control channel, and
-rank 0 pauses all ranks: each main thread waits at its next stop point, and each channel
-thread replies with the rank's count. The ranks thus agree on the first stop point that none
-of them has passed, and stop there.
+that it has passed, and the steps of an evaluation separately: the position after an
+evaluation does not depend on the steps in it. A rank that receives a signal sends a request
+to rank 0 over the control channel, and rank 0 pauses all ranks: each main thread waits at
+its next stop point, and each channel thread replies with the rank's position. The ranks
+thus agree on the first stop point that none of them has passed, and stop there.
 
 Only the channel threads reply, so ranks that are in a collective at that time always
-complete it. Until a signal arrives, a stop point costs an addition and a comparison.
+complete it. Until a signal arrives, a stop point only counts.
 
 If ranks have evaluations of different lengths, that stop point may be a step that a
 rank does not have. The ranks are then in different calls, which ends the run as usual.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from signal import Signals
@@ -38,9 +38,9 @@ _END_TOGETHER = (
     " rank do so with trainer.strategy.reduce_boolean_decision(stop, all=False); if the ranks have"
     " different numbers of batches, use DDPExtStrategy(uneven_inputs='stop_at_shortest')"
 )
-# Stop points outside of evaluations are multiples of this number, and the steps of an
-# evaluation are the numbers between two of them.
-_STEPS = 1 << 32
+# A stop point: the number of those outside of evaluations so far, and the number of
+# evaluation steps since the last of them; ordered as the program passes them.
+_Position = tuple[int, int]
 _SECONDS_AFTER_SAVES = 3.0  # from a finished save to the exit, after the deadline
 
 
@@ -56,11 +56,27 @@ class StopRequest:
         return f"{Signals(self.signum).name} to rank {self.rank} (host {self.host})"
 
 
+@dataclass(frozen=True)
+class _Agreement:
+    """How far the ranks have agreed to stop, as this rank knows.
+
+    ===================  ===========  ==========
+    state                ``request``  ``target``
+    ===================  ===========  ==========
+    no stop requested    ``None``     ``None``
+    pausing              the first    ``None``
+    agreed               the first    a position
+    ===================  ===========  ==========
+
+    The ranks stop at the first stop point from ``target`` on.
+    """
+
+    request: StopRequest | None = None
+    target: _Position | None = None
+
+
 class GracefulStop:
     """This rank's part in stopping together in one run, the Trainer's call.
-
-    It passes through three states: no stop is requested; the ranks pause, with a
-    request but no target; they have agreed on a target.
 
     The topic of its messages has the number of the run. Those of ranks that have
     started it earlier are thus kept until this rank does, and later ones are dropped.
@@ -91,13 +107,12 @@ class GracefulStop:
         # The longest wait for another rank; then there is time for one to save alone.
         self._half = self._seconds / 2
         self._acknowledge = acknowledge
-        self._position = 0  # the last stop point of the main thread, which alone sets it
-        # Set on the channel's thread: the first request, until the main thread stops,
-        # and the first stop point that no rank has passed, which `at_step` may
-        # postpone.
-        self._request: StopRequest | None = None
-        self._target: int | None = None
-        self._positions: dict[int, int] = {}  # on rank 0: of each rank that has paused
+        # The last stop point of the main thread, which alone sets it.
+        self._position: _Position = (0, 0)
+        # Messages set it, with the channel's lock, until the ranks have agreed. Then
+        # the main thread may postpone the target, and resets it when it stops.
+        self._agreement = _Agreement()
+        self._positions: dict[int, _Position] = {}  # on rank 0: of each rank that has paused
         self._forced_exit = ForcedExit("ddpx-stop-deadline")
         self._topic = f"stop {session.runs}"
         self._peers.channel.on_message(self._topic, self._handle_message)
@@ -123,9 +138,9 @@ class GracefulStop:
         return self._take_request() if self._is_due_at(self._next_outside) else None
 
     @property
-    def _next_outside(self) -> int:
+    def _next_outside(self) -> _Position:
         """The next stop point outside of evaluation steps."""
-        return (self._position // _STEPS + 1) * _STEPS
+        return (self._position[0] + 1, 0)
 
     def at_step(self, may_stop: Callable[[], bool]) -> StopRequest | None:
         """Return the request if all ranks stop here.
@@ -137,11 +152,11 @@ class GracefulStop:
                 If it returns False, they stop at the next point outside of evaluation
                 steps.
         """
-        if not self._is_due_at(self._position + 1):
+        if not self._is_due_at(_next_step(self._position)):
             return None
         if may_stop():
             return self._take_request()
-        self._target = self._next_outside
+        self._agreement = replace(self._agreement, target=self._next_outside)
         return None
 
     def at_last_point(self) -> StopRequest | None:
@@ -159,7 +174,7 @@ class GracefulStop:
         )
         return self.at_point()
 
-    def _is_due_at(self, position: int) -> bool:
+    def _is_due_at(self, position: _Position) -> bool:
         """Whether the ranks stop at this point; waits until they have agreed where.
 
         Raises:
@@ -168,23 +183,23 @@ class GracefulStop:
         # At the point before, so that the ranks can agree on this one.
         self._request_received_stop()
         self._position = position
-        if self._request is None:
+        if self._agreement.request is None:
             return False
         with self._peers.arrived:
-            if not self._peers.wait_for(lambda: self._target is not None, self._half):
+            if not self._peers.wait_for(lambda: self._agreement.target is not None, self._half):
                 self._statuses.ask_and_wait(
                     f"rank {self._peers.rank} has waited at its stop point for half of"
                     f" save_deadline, {self._half:g} s"
                 )
-                self._peers.wait_for(lambda: self._target is not None)
+                self._peers.wait_for(lambda: self._agreement.target is not None)
             self._peers.check()
-            return self._target is not None and self._position >= self._target
+            return self._agreement.target is not None and self._position >= self._agreement.target
 
     def _take_request(self) -> StopRequest | None:
         """Return the request, and drop the messages of later ones in this run."""
         with self._peers.arrived:
-            request = self._request
-            self._request = None
+            request = self._agreement.request
+            self._agreement = _Agreement()
             self._statuses.lift_limit()
             self._peers.channel.forget(self._topic)
             return request
@@ -207,14 +222,15 @@ class GracefulStop:
             self._request_stop(self.signals.received)
 
     def _handle_message(self, body: Message) -> None:
-        if "target" in body:
-            self._target = body["target"]
+        """Handle a request, a rank's position (on rank 0), or the target."""
+        if "target" in body:  # JSON has made a list of it
+            self._agreement = replace(self._agreement, target=tuple(body["target"]))
         elif "position" in body:
-            self._positions[body["from"]] = body["position"]
+            self._positions[body["from"]] = tuple(body["position"])
             if len(self._positions) == len(self._peers.everyone):
-                target = max(self._positions.values()) + 1
+                target = _next_step(max(self._positions.values()))
                 self._peers.tell(self._peers.everyone, self._topic, {"target": target})
-        elif self._request is None:
+        elif self._agreement.request is None:
             self._pause(StopRequest(**body["request"]))
 
     def _pause(self, request: StopRequest) -> None:
@@ -225,7 +241,7 @@ class GracefulStop:
         if self._peers.rank == 0:
             self._peers.channel.send(self._topic, {"request": asdict(request)})
             start_thread("ddpx-stop", self._acknowledge, request)
-        self._request = request
+        self._agreement = _Agreement(request)
         self._limit_stop(request)
         # Read after the request is set, while the main thread sets the position before
         # it reads the request: if that misses the request, this reads the new position.
@@ -243,11 +259,13 @@ class GracefulStop:
             is_needed: called when the time is up; if it returns False, the process
                 continues.
         """
-        finding = f"{reason}; the process raised an exception and has not exited"
         self._forced_exit.start(
             self._seconds,
             1,
-            partial(self._explain_exit, finding),
+            partial(
+                self._explain_exit,
+                f"{reason}; the process raised an exception and has not exited",
+            ),
             is_needed=is_needed,
             seconds_after_saves=_SECONDS_AFTER_SAVES,
         )
@@ -255,16 +273,20 @@ class GracefulStop:
     def _limit_stop(self, request: StopRequest) -> None:
         """Limit the time until the ranks stop, and the waits of each for another one."""
         self._statuses.limit_waits(self._half, "half of save_deadline,")
-        finding = f"{request}: the ranks have not stopped"
         self._forced_exit.start(
-            self._seconds, status_of(request.signum), partial(self._explain_exit, finding)
+            self._seconds,
+            status_of(request.signum),
+            partial(self._explain_exit, f"{request}: the ranks have not stopped"),
         )
 
     def _explain_exit(self, finding: str) -> str:
+        """Return the last message of this process; on rank 0, it names silent ranks."""
         rank = self._peers.rank
-        is_pausing = rank == 0 and self._request is not None and self._target is None
+        is_pausing = self._agreement.request is not None and self._agreement.target is None
         silent = [
-            info for info in self._peers.table if is_pausing and info.rank not in self._positions
+            info
+            for info in self._peers.table
+            if rank == 0 and is_pausing and info.rank not in self._positions
         ]
         silence = f", and {listed(silent)} did not answer" if silent else ""
         return (
@@ -272,6 +294,16 @@ class GracefulStop:
             f" rank {rank} exits at {call_site_of(main_frame())}; earlier checkpoints are"
             " intact. Pass a longer save_deadline if the ranks only need more time"
         )
+
+
+def _next_step(position: _Position) -> _Position:
+    """Return the first stop point after a position, if an evaluation is under way.
+
+    >>> _next_step((3, 0)), _next_step((3, 1)) < (4, 0)
+    ((3, 1), True)
+    """
+    point, step = position
+    return (point, step + 1)
 
 
 def _run_has_ended() -> bool:

@@ -38,13 +38,15 @@ def stop_with_launching_process() -> None:
 def stop_with_parent() -> None:
     """Have the kernel send SIGTERM to this process when its parent exits.
 
-    The kernel sends it when the thread exits that started this process, so do nothing
-    unless that is the parent's main thread.
+    The kernel does so when one thread of the parent exits: the thread that started this
+    process. So do nothing unless that is the parent's main thread. Kernels that do not
+    list a thread's children cannot show this, so there, too, this does nothing.
     """
     parent = os.getppid()
     with suppress(OSError):  # the parent may be outside of this container, or hidden
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
         if str(os.getpid()) in children:
+            # This fails for an invalid signal only.
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it has exited meanwhile
         os.kill(os.getpid(), signal.SIGTERM)

@@ -58,12 +58,12 @@ class StopSignals:
         self._on_signal = on_signal
         self._run_has_ended = run_has_ended
         self._is_interrupted = False  # by a first Ctrl-C
-        # While the handlers are installed: the end of the socket to which Python's C
-        # handler writes, the descriptor to which it wrote before, and the handlers
-        # before.
+        # The main thread sets these in `install`, which also sets `_thread`, the second
+        # thread, and uses them until `restore`. Python's C handler writes to the socket.
+        # Only this one shows whether the handlers are installed.
         self._writer: socket.socket | None = None
-        self._earlier_descriptor = -1
-        self._earlier_handlers: dict[int, Any] = {}
+        self._earlier_descriptor = -1  # to which Python's C handler wrote before
+        self._earlier_handlers: dict[int, Any] = {}  # of those that are not reinstated yet
 
     def install(self, *signals: signal.Signals) -> None:
         """Install handlers for these signals, except for ignored ones; called once.
@@ -106,6 +106,7 @@ class StopSignals:
             self._thread.join()
 
     def _reinstate(self) -> None:
+        """Undo :meth:`install`, except for the thread, which a forked child lacks."""
         self._writer = None
         _installed.discard(self)
         while self._earlier_handlers:
@@ -118,6 +119,7 @@ class StopSignals:
         signal.set_wakeup_fd(self._earlier_descriptor)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        """Handle a signal as in the table of the module, from the last row to the first."""
         earlier = self._earlier_handlers.get(signum)
         if earlier is not None and self._run_has_ended():  # the teardown was skipped
             signal.signal(signum, earlier)
@@ -154,5 +156,5 @@ def status_of(signum: int) -> int:
     return 128 + signum
 
 
-# The statuses of processes that stopped in order after a signal.
+# The statuses of processes that stopped cleanly after a signal.
 STOP_STATUSES = {status_of(signum) for signum in signal.valid_signals()}

@@ -1,7 +1,23 @@
 """Wait for the ranks that this process started, stop late ones, and report failures.
 
 A script that runs itself again is local rank 0. It waits for the others at its exit. A
-process that starts functions is not a rank. It waits for them in the Trainer's call.
+process that starts functions is not a rank. It waits for them in the Trainer's call, at
+first without a limit. Then ranks get time in three phases:
+
+========  ===============================  =============================================
+phase     lasts at most                    afterwards, the ranks that still run
+========  ===============================  =============================================
+exiting   see below                        get SIGTERM; those that are not saving exit
+saving    ``save_within``                  are killed
+killed    5 s                              may be left behind, stuck in the kernel
+========  ===============================  =============================================
+
+The first phase begins with
+
+- the exit of a script: it lasts ``exit_within``, or 5 s if the script has raised;
+- the first failure of a function: 5 s, or ``stop_within`` if a signal stopped this rank,
+  since the others then stop with it;
+- Ctrl-C, or another exception of the process that started functions: 2.5 s.
 """
 
 from __future__ import annotations
@@ -26,13 +42,13 @@ from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals
 
 Process: TypeAlias = subprocess.Popen[bytes] | BaseProcess
 
-# All in seconds. The ranks may exit by themselves for this time after the first
-# failure, or after Ctrl-C; then those that are not saving are stopped.
+# All in seconds. The phase of exiting, after the first failure or after Ctrl-C.
 _EXIT_AFTER_FAILURE = 5.0
 _EXIT_AFTER_INTERRUPT = 2.5
 # A stuck child may delay the exit of this process for this time. It also applies after
 # sys.exit(1), which an exit handler cannot distinguish from success.
 EXIT_WITHIN = 600.0
+# A killed process exits late, or never, if a driver or a network file system is stuck.
 _EXIT_AFTER_KILL = 5.0
 _LOOK_EVERY = 0.02
 
@@ -83,9 +99,13 @@ class ChildScripts:
         for local_rank, child in enumerate(self.children, start=1):
             status = child.returncode
             verdict = _status_in_words(status)
-            if child in stopped:
+            if child in stopped and status is not None:
                 verdict = f"did not exit within {seconds:g} s and was stopped"
-            is_expected = status == 0 or status in STOP_STATUSES or (has_raised and status > 0)
+            is_expected = (
+                status == 0
+                or status in STOP_STATUSES
+                or (has_raised and status is not None and status > 0)
+            )
             if not is_expected:
                 sys.stderr.write(f"local rank {local_rank} (pid {child.pid}) {verdict}\n")
 
@@ -191,7 +211,12 @@ def _pass_on(processes: Sequence[Any], signum: int) -> None:
 
 
 def _raise_failure(context: Any, failed: int, first_rank: int) -> None:
-    """Raise for the local rank that failed, as :func:`join_ranks` does."""
+    """Raise for the local rank that failed, as :func:`join_ranks` does.
+
+    torch raises the error of a process whose sentinel (a descriptor that is readable
+    after its exit) it still has. The others, which exited later, might be blamed
+    instead.
+    """
     process = context.processes[failed]
     if process.exitcode in STOP_STATUSES:
         raise SystemExit(process.exitcode)
@@ -203,8 +228,8 @@ def _raise_failure(context: Any, failed: int, first_rank: int) -> None:
             first_rank=first_rank,
             finding=f"died: it {_status_in_words(process.exitcode)}; the other ranks were stopped",
         )
-    context.sentinels = {process.sentinel: failed}
-    context.join()  # raises the error of this process
+    context.sentinels = {process.sentinel: failed}  # torch then knows no other process
+    context.join()  # always raises
 
 
 def _error_of(
@@ -255,8 +280,16 @@ def _status_of(process: Process) -> int | None:
     return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
 
 
-def _status_in_words(status: int) -> str:
-    """Describe an exit status: "exited with status 1", "was killed by SIGKILL"."""
+def _status_in_words(status: int | None) -> str:
+    """Describe an exit status, ``None`` for a process that was killed and still runs.
+
+    >>> _status_in_words(1)
+    'exited with status 1'
+    >>> _status_in_words(-9)
+    'was killed by SIGKILL'
+    """
+    if status is None:
+        return "is still running although it was killed"
     if status >= 0:
         return f"exited with status {status}"
     names = (each.name for each in signal.Signals if each == -status)

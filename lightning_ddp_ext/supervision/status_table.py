@@ -84,17 +84,19 @@ class StatusTable:
     def _answer(self, now: float, asked_at: float) -> None:
         """Answer all questions, unless later statuses may show more.
 
-        Each rank has some seconds to push a status after the question. If all have done
-        so and one of them is not waiting, it may just be returning from the collective,
-        so this needs later statuses.
+        Only statuses after the first question count. If each rank has pushed one and a
+        rank is not waiting, it may just be returning from the collective, so only later
+        ones count. Each rank has some seconds to push a status that counts.
         """
-        statuses = self._since(asked_at)
-        if len(statuses) == len(self._peers.everyone) and not all(each.waits for each in statuses):
-            asked_at += _RETURNING
-            statuses = self._since(asked_at)
+        first = self._since(asked_at)
+        may_return = len(first) == len(self._peers.everyone) and not all(
+            status.waits for status in first
+        )
+        counting_from = asked_at + _RETURNING if may_return else asked_at
+        statuses = self._since(counting_from)
         present = [status.who for status in statuses]
         silent = [who for who in self._peers.table if who not in present]
-        if silent and now < asked_at + self._peers.timeouts.answer:
+        if silent and now < counting_from + self._peers.timeouts.answer:
             return
         # A status without a question has crossed an earlier answer.
         asking = [status for status in statuses if status.question]
@@ -160,7 +162,12 @@ def _rank_outside_collective(statuses: Sequence[Status], wait: str) -> PeerEvent
 
 
 def deadlock_in(statuses: Sequence[Status]) -> PeerEvent | None:
-    """Return the event of a deadlock among ranks with settled calls, if any."""
+    """Return the event of a deadlock among ranks with settled calls, if any.
+
+    A settled status repeats the pending calls of the rank's previous one, and a blocked
+    main thread has used no processor time in between. A rank that is between two calls
+    thus does not count.
+    """
     settled = [status for status in statuses if status.is_settled]
     calls = {_call_of(status) for status in settled if status.awaited or status.unfinished}
     if len(calls) < 2:  # a common case, also with hundreds of ranks
@@ -202,7 +209,9 @@ def _circular_wait_in(statuses: Sequence[Status]) -> PeerEvent | None:
 
 def _needing_another(statuses: Sequence[Status]) -> list[Status]:
     """Return the ranks in a call that another one of these ranks has not made."""
+    # Without statuses, the result is empty with any default.
     fewest_calls = min((status.calls_made for status in statuses), default=0)
+    # The pending collectives that a rank has not entered, by group and number.
     incomplete = {
         key
         for key, progress in _pending_in(statuses).items()

@@ -127,8 +127,8 @@ def announce_handshake() -> None:
     """Announce "listens" on rank 0, and "connected" on a rank that rank 0 has accepted."""
     reach = contact.reach
 
-    def reach_and_announce(*args: Any) -> contact.Contact:
-        reached = reach(*args)
+    def reach_and_announce(*args: Any, **options: Any) -> contact.Contact:
+        reached = reach(*args, **options)
         announce("connected")
         return reached
 

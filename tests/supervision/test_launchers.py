@@ -95,8 +95,14 @@ def training_script(
     """Return the processes of the harness that run the script: one, which starts the ranks."""
     path = directory / "script.py"
     path.write_text(SCRIPT)
-    variables = {**env, MARK: mark_of_script()}
-    return RankProcesses(be_the_script, 1, path, (strategy, rank_one), directory, env=variables)
+    return RankProcesses(
+        be_the_script,
+        1,
+        path,
+        (strategy, rank_one),
+        directory,
+        env={**env, MARK: mark_of_script()},
+    )
 
 
 def mark_of_script() -> str:
@@ -134,8 +140,8 @@ def test_a_kill_during_start_up_is_reported_by_the_launcher(
 @pytest.mark.nightly
 def test_a_rank_that_is_orphaned_while_it_starts_ends(tmp_path: Path) -> None:
     """If its launcher is killed during the imports, the rank exits once it looks for it."""
-    env = {"DDPX_INIT_METHOD": f"tcp://127.0.0.1:{free_port()}"}
-    with training_script(tmp_path, "ddp_ext", **env) as script:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with training_script(tmp_path, "ddp_ext", DDPX_INIT_METHOD=address) as script:
         wait_for_rank_one(script)
         script.kill(0)
         script.wait()
@@ -147,13 +153,13 @@ def test_the_launching_rank_waits_for_those_that_still_work(tmp_path: Path) -> N
     """Rank 0 started the others and exits after them; a rank that still works after
     ``fit`` is not an orphan.
     """
-    env = {"DDPX_INIT_METHOD": f"file://{tmp_path}/store"}
-    with training_script(tmp_path, "ddp_ext", "lingers", **env) as script:
+    file = f"file://{tmp_path}/store"
+    with training_script(tmp_path, "ddp_ext", "lingers", DDPX_INIT_METHOD=file) as script:
         (done,) = script.wait()
         assert not marked(mark_of_script())
     assert done.exit_code == 0, done.output
     assert "rank 1 is at the end" in done.output.splitlines(), done.output
-    assert f"process group: gloo, 2 ranks, file://{tmp_path}/store" in done.output
+    assert f"process group: gloo, 2 ranks, {file}" in done.output
 
 
 @pytest.mark.parametrize(
@@ -172,17 +178,37 @@ def test_a_script_reports_a_rank_that_failed_after_fit(end: str, verdict: str) -
     assert output.count("exit handlers ran\n") == 1 + handlers_of_rank_one, output
 
 
+class InTheKernel(subprocess.Popen[bytes]):
+    """A process that no signal ends, as one that waits for a broken device."""
+
+    def send_signal(self, sig: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "save_within", "status", "verdict"),
+    [
+        (subprocess.Popen, 60.0, -signal.SIGTERM, "did not exit within 0.1 s and was stopped"),
+        (InTheKernel, 0.1, None, "is still running although it was killed"),
+    ],
+)
 def test_a_stuck_child_is_stopped_after_the_time_limit(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: type[subprocess.Popen[bytes]],
+    save_within: float,
+    status: int | None,
+    verdict: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A script that has finished stops a rank that it started, and names it."""
+    """A script that has finished stops a rank that it started, and names it, even if the
+    rank does not exit.
+    """
     monkeypatch.delattr(sys, "last_value", raising=False)  # of another test that has failed
-    with subprocess.Popen(["sleep", "99"]) as child:
-        ChildScripts([child], {}, exit_within=0.1, save_within=60.0).join_at_exit()
-    assert child.returncode == -signal.SIGTERM
-    assert capsys.readouterr().err == (
-        f"local rank 1 (pid {child.pid}) did not exit within 0.1 s and was stopped\n"
-    )
+    with kind(["sleep", "99"]) as child:
+        ChildScripts([child], {}, exit_within=0.1, save_within=save_within).join_at_exit()
+        assert child.returncode == status
+        subprocess.Popen.send_signal(child, signal.SIGKILL)  # does nothing if it has exited
+    assert capsys.readouterr().err == f"local rank 1 (pid {child.pid}) {verdict}\n"
 
 
 # Ranks are forked functions.
@@ -194,13 +220,13 @@ def train(
     """Start two ranks from this process, which is not a rank; the deadline is also that of
     a survivor in its step.
     """
-    options = {
-        "max_epochs": max_epochs,
-        "limit_val_batches": 0,
-        "default_root_dir": directory,
-    }
-    strategy = ddpx.DDPExtStrategy(start_method="fork", save_deadline=save_deadline)
-    make_trainer(strategy, callbacks=[*callbacks], **options).fit(Net())
+    make_trainer(
+        ddpx.DDPExtStrategy(start_method="fork", save_deadline=save_deadline),
+        callbacks=[*callbacks],
+        max_epochs=max_epochs,
+        limit_val_batches=0,
+        default_root_dir=directory,
+    ).fit(Net())
 
 
 def announce_step(*_: object) -> None:
@@ -253,9 +279,14 @@ def test_the_launching_process_names_a_rank_that_ends_early(
     """It raises the exception of the rank, or an error with the reason; a rank in its step
     prints a line.
     """
-    start = At("setup", announce_step)
     with RankProcesses(
-        train, 1, tmp_path, start, *faults, max_epochs=1, save_deadline=5
+        train,
+        1,
+        tmp_path,
+        At("setup", announce_step),
+        *faults,
+        max_epochs=1,
+        save_deadline=5,
     ) as launching:
         pids = pids_of_ranks(launching)
         (outcome,) = launching.wait()
@@ -278,9 +309,13 @@ def test_a_signal_to_the_launching_process_alone_ends_the_ranks(
 
     In a notebook, only the kernel gets Ctrl-C, not its children.
     """
-    in_third_step = At("on_train_batch_start", announce_step, earlier=2)
     with RankProcesses(
-        train, 1, tmp_path, in_third_step, max_epochs=-1, save_deadline=60
+        train,
+        1,
+        tmp_path,
+        At("on_train_batch_start", announce_step, earlier=2),
+        max_epochs=-1,
+        save_deadline=60,
     ) as launching:
         pids_of_ranks(launching)
         launching.kill(0, number)
