@@ -115,7 +115,7 @@ def convert(
     """Convert layers as ``convert_sync_batchnorm`` does.
 
     Returns:
-        The number of converted layers, for the log.
+        A sentence for the log, with the number of converted layers.
     """
     chosen = choice.layers_in(module)
     converted: dict[str, BatchNorm] = {}

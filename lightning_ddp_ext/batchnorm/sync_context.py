@@ -21,7 +21,7 @@ from lightning_ddp_ext.errors import BatchNormError, ConfigurationError
 _PASSES = ("forward", "backward")
 # A message begins with two numbers: the indices of the layer and of the pass.
 _HEADER = 2
-# A small exchange between ranks that start together takes half of this time.
+# Twice the time of a small exchange between ranks that start together.
 _POLL_SECONDS = 0.002
 
 # It does not copy, as all_gather does. torch 2.13 introduced the first name.
@@ -49,6 +49,10 @@ class SyncContext:
     different lengths would cause an abort or an endless wait. A layer's few numbers are
     NumPy arrays, since a call on a small array takes a third of the time of a call on a
     tensor.
+
+    A deep copy is the same object, since a copied layer synchronises with the same ranks. A
+    pickled copy has no process group, because groups cannot be pickled: it joins the batches
+    of all ranks.
 
     Args:
         process_group: the ranks whose batches are joined; ``None`` for all.
@@ -94,7 +98,7 @@ class SyncContext:
     def gather(self, which_pass: str, *vectors: ArrayLike) -> NDArray[np.float64]:
         """Concatenate the vectors, and return those of all ranks, (ranks, n).
 
-        Collective; on CPU.
+        Collective; on CPU. ``which_pass`` is "forward" or "backward".
 
         Raises:
             BatchNormError: another rank is in another layer or pass.
@@ -139,8 +143,7 @@ class SyncContext:
         return self.names[index] if index < len(self.names) else "a layer of another model"
 
     def __deepcopy__(self, memo: object) -> SyncContext:
-        return self  # a copied layer synchronises with the same ranks; groups cannot be copied
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without the process group, which cannot be pickled, a copy joins all batches.
         return SyncContext, (None, self.names, self.index, self.max_features)

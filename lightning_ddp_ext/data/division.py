@@ -54,8 +54,7 @@ def divide(
         return None
     if not is_batches and _yields_each_once(drawn, loader.dataset):
         return _with_sampler(loader, TorchOrderSampler(loader.dataset, shuffle=shuffle, **options))
-    drops_rest = is_batches and getattr(drawn, "drop_last", False)
-    uneven: Uneven = "drop" if drops_rest else "pad"
+    uneven: Uneven = "drop" if is_batches and getattr(drawn, "drop_last", False) else "pad"
     return _with_sampler(loader, DistributedBatchSamplerWrapper(drawn, uneven=uneven, **options))
 
 

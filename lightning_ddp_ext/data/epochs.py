@@ -1,4 +1,7 @@
-"""Start an epoch in a loader: set the epoch of its objects and of its workers."""
+"""Start an epoch in a loader: set the epoch of all objects in it, and of its workers.
+
+The sections below are: workers, objects with an epoch, and the search for these objects.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,17 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_ddp_ext.data.random_state import seed_generators
 
+# What the search follows, see `set_epoch`.
 _DATA = (Sampler, Dataset, DataLoader)
 _CONTAINERS = (list, tuple, dict)
+# A Trainer is not followed either, because it has none of the methods that the search
+# looks for: ``__iter__``, ``__getitem__`` and ``set_epoch``.
 _NOT_FOLLOWED = (torch.Tensor, np.ndarray, torch.nn.Module, str, bytes, bytearray, range, type)
 # Longer collections count as samples, unless their first element may need the epoch.
 _SHORT = 32
+
+
+# Workers.
 
 
 def prepare_workers(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> None:
@@ -31,7 +40,9 @@ def prepare_workers(loader: Any, epoch: int, *, rank: int, seed: int | None = No
 
     Args:
         loader: the loader to be iterated over. If it is a ``DataLoader``, its
-            ``worker_init_fn`` is replaced.
+            ``worker_init_fn`` is replaced. Of the loaders below it, which belong to the
+            user, only persistent workers are replaced, since they would keep an old
+            epoch; their ``worker_init_fn`` is left as it is.
         epoch: the epoch, from 0.
         rank: this process's rank.
         seed: if given, the workers' generators are seeded from (``seed``, epoch, rank,
@@ -42,20 +53,21 @@ def prepare_workers(loader: Any, epoch: int, *, rank: int, seed: int | None = No
         if isinstance(users_function, StartWorker):  # of an earlier epoch
             users_function = users_function.users_function
         loader.worker_init_fn = StartWorker(users_function, epoch, rank, seed)
-    persistent = [
-        each
-        for each in all_below(loader)
-        if isinstance(each, DataLoader) and each.persistent_workers
-    ]
-    for each in persistent:
-        if seed is not None or _depends_on_epoch(each.dataset):
+    for each in all_below(loader):
+        if (
+            isinstance(each, DataLoader)
+            and each.persistent_workers
+            and (seed is not None or _depends_on_epoch(each.dataset))
+        ):
             forget_workers(each)
 
 
 def _depends_on_epoch(dataset: object) -> bool:
-    """Whether a worker's copy of a dataset may depend on the epoch."""
-    may_draw_in_worker = isinstance(dataset, IterableDataset)
-    return may_draw_in_worker or any(has_set_epoch(below) for below in all_below(dataset))
+    """Whether a worker's copy of a dataset may depend on the epoch.
+
+    An iterable dataset may draw its order in the worker.
+    """
+    return isinstance(dataset, IterableDataset) or any(map(has_set_epoch, all_below(dataset)))
 
 
 @dataclass(frozen=True)
@@ -91,9 +103,14 @@ class StartWorker:
 def forget_workers(loader: DataLoader[Any]) -> None:
     """Make the next iterator start new workers.
 
-    Torch keeps the first iterator of persistent workers.
+    Torch keeps the first iterator of persistent workers in this attribute, and has no
+    public way to drop it. A subclass of ``DataLoader`` may refuse to set attributes, so
+    its ``__setattr__`` is not called.
     """
     object.__setattr__(loader, "_iterator", None)
+
+
+# Objects with an epoch.
 
 
 def set_epoch(loaders: object, epoch: int, *, except_for: Collection[object] = ()) -> None:
@@ -145,6 +162,9 @@ def has_set_epoch(obj: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+# The search.
 
 
 def all_below(root: object) -> list[object]:

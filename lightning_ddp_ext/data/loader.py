@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,22 @@ from lightning_ddp_ext.data.proxy import (
     show,
 )
 
-StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
+
+@dataclass(frozen=True)
+class Started:
+    """What an iterator of a :class:`DistributedLoader` reads once it has started.
+
+    Attributes:
+        batches: yields the batches.
+        before_next: called before each request of a batch but the first one, including
+            the request that finds the end; by default, does nothing.
+    """
+
+    batches: Iterator[Any]
+    before_next: Callable[[], object] = lambda: None
+
+
+StartIterator = Callable[["DistributedLoader", "LazyIterator"], Started]
 
 
 class DistributedLoader:
@@ -36,40 +52,49 @@ class DistributedLoader:
     Args:
         source: the loader that the Trainer was given; any iterable. It is not changed
             unless it has a state.
-        start_iterator: given this loader and the new iterator, returns the iterator
-            that yields the batches.
+        start_iterator: given this loader and the iterator whose first batch is
+            requested, starts to read.
+        on_iterator: called when an iterator is created; by default, does nothing.
         is_divided: whether a sampler was put into the loader that divides its samples among
             the ranks.
 
     Attributes:
-        source, start_iterator, is_divided: the arguments.
+        source, start_iterator, on_iterator, is_divided: the arguments.
         loader: the loader to read: a copy of ``source`` if that is a ``DataLoader``
             without a state.
         length: the number of batches that replaces the loader's own length; ``None`` to
             keep it.
-        on_iterator: called when an iterator is created; by default, does nothing.
         position: where the epochs of a loader of training data continue; ``None`` for
             other data.
 
-    >>> loader = DistributedLoader([1, 2], lambda loader, iterator: iter(loader.loader))
+    For training data, the creator sets ``length`` and ``position`` before the loader is
+    shown.
+
+    >>> loader = DistributedLoader([1, 2], lambda loader, iterator: Started(iter(loader.loader)))
     >>> len(loader), list(loader), list(loader)
     (2, [1, 2], [1, 2])
     """
 
     def __init__(
-        self, source: Any, start_iterator: StartIterator, *, is_divided: bool = False
+        self,
+        source: Any,
+        start_iterator: StartIterator,
+        *,
+        on_iterator: Callable[[], object] = lambda: None,
+        is_divided: bool = False,
     ) -> None:
         self.source = source
         self.start_iterator = start_iterator
+        self.on_iterator = on_iterator
         self.is_divided = is_divided
         # The owner of a state may read it, so the loader is not copied.
         self.loader = source if is_stateful(source) else own_copy(source)
         self.length: int | None = None
-        self.on_iterator: Callable[[], object] = lambda: None
         self.position: Position | None = None
-        self._epoch = -1  # which the objects inside have got last
-        # The generator's state before the latest iterator drew its workers' seed; ``None``
-        # if no iterator has drawn one.
+        self._epoch = -1  # that of the objects inside; -1 before the first one
+        # The seed of an iterator's workers is drawn twice: by `__iter__`, as torch does, and,
+        # from the same state of the generator, by the real iterator, in `workers_of`. This is
+        # the state before the latest draw; ``None`` if there was none.
         self._state_before_seed: torch.Tensor | None = None
 
     def shown(self) -> Any:
@@ -80,13 +105,14 @@ class DistributedLoader:
         return show(self.loader, self)
 
     def set_epoch(self, epoch: int, *, is_set_by_lightning: bool = False) -> None:
-        """Set the epoch of the objects in the loader, unless they already have it.
+        """Set the epoch of the objects in the loader, unless this has set it before.
 
-        They may count calls.
+        Each gets an epoch once, since an object may count the calls.
 
         Args:
             epoch: from 0.
-            is_set_by_lightning: whether Lightning has set its samplers' epoch.
+            is_set_by_lightning: whether Lightning has already set this epoch in the
+                samplers that it finds, which are then left alone.
         """
         if epoch != self._epoch:
             self._epoch = epoch
@@ -97,10 +123,7 @@ class DistributedLoader:
             set_epoch(self.loader, epoch, except_for=are_set)
 
     def _draw_worker_seed(self) -> None:
-        """Draw what torch draws when it creates an iterator, and keep the state before that.
-
-        The real iterator then draws the same seed from this state when it starts.
-        """
+        """Draw what torch draws when it creates an iterator, and keep the state before that."""
         source = self.loader.generator or torch.default_generator
         self._state_before_seed = source.get_state()
         torch.empty((), dtype=torch.int64).random_(generator=source)
@@ -125,11 +148,11 @@ class DistributedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.on_iterator()
-        if _draws_seed_on_cpu(self.loader):
+        if _draws_seed_on_cpu(self.loader) and (
             # Torch draws nothing if workers persist from an earlier iterator.
-            is_seeded = self.loader.persistent_workers and self._state_before_seed is not None
-            if not is_seeded:
-                self._draw_worker_seed()
+            not self.loader.persistent_workers or self._state_before_seed is None
+        ):
+            self._draw_worker_seed()
         return LazyIterator(self)
 
     def __len__(self) -> int:
@@ -143,25 +166,22 @@ class LazyIterator(Iterator[Any]):
 
     Attributes:
         loader: the loader.
-        before_next: called before each request of a batch but the first one, including
-            the request that finds the end; by default, does nothing.
     """
 
     def __init__(self, loader: DistributedLoader) -> None:
         self.loader = loader
-        self.before_next: Callable[[], object] = lambda: None
-        self._batches: Iterator[Any] | None = None  # ``None`` until it starts
+        self._started: Started | None = None  # ``None`` until it starts
 
-    def start(self) -> Iterator[Any]:
+    def start(self) -> Started:
         """Start the iterator, unless it has started."""
-        if self._batches is None:
-            self._batches = self.loader.start_iterator(self.loader, self)
-        return self._batches
+        if self._started is None:
+            self._started = self.loader.start_iterator(self.loader, self)
+        return self._started
 
     def __next__(self) -> Any:
-        if self._batches is not None:
-            self.before_next()
-        return next(self.start())
+        if self._started is not None:
+            self._started.before_next()
+        return next(self.start().batches)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -182,9 +202,8 @@ def _draws_seed_on_cpu(loader: Any) -> bool:
     """Whether a loader's iterator draws a seed as torch does, and on the CPU."""
     if not is_of_torch(loader, "__iter__"):
         return False
-    generator = loader.generator
-    has_cpu_generator = generator is None or generator.device.type == "cpu"
-    return has_cpu_generator and torch.get_default_device().type == "cpu"
+    generator = loader.generator or torch.default_generator
+    return generator.device.type == torch.get_default_device().type == "cpu"
 
 
 def samplers_set_by_lightning(loader: Any) -> list[Any]:

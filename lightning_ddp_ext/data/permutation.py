@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lightning_ddp_ext.data.random_state import mix
 
 ROUNDS = 10
-_TABLE = 1 << 16  # up to this length, a permutation is stored
+_LONGEST_TABLE = 1 << 16  # up to this length, a permutation is stored
 
 Halves = NDArray[np.uint32]
 RoundKey = tuple[Halves, Halves, Halves]
@@ -61,7 +61,7 @@ class Permutation:
 
         Positions are a one-dimensional array of integers.
         """
-        return self._table[positions] if self._length <= _TABLE else self._walk(positions)
+        return self._table[positions] if self._length <= _LONGEST_TABLE else self._walk(positions)
 
     @cached_property
     def _table(self) -> NDArray[np.int64]:
@@ -166,12 +166,12 @@ class Shard:
 
     def __len__(self) -> int:
         """Return the number of positions that this rank reads."""
-        rounds, left_over = divmod(self.length - self.start, self.world_size)
+        shared, left_over = divmod(self.length - self.start, self.world_size)
         if self.uneven == "pad":
-            return rounds + (left_over > 0)
+            return shared + (left_over > 0)
         if self.uneven == "exact":
-            return rounds + (self.rank < left_over)
-        return rounds
+            return shared + (self.rank < left_over)
+        return shared
 
     def positions(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return the rank's positions from number ``begin`` up to ``end``.

@@ -3,6 +3,9 @@
 An object is shown through a proxy, which has its class and attributes, but another
 iterator. A loader is shown while ours is iterated over; the user's own sampler is shown
 while a copy of the loader reads other indices.
+
+The sections below are: reading loaders, and copies and proxies. A loader may be any
+iterable of the user's, so its type is ``Any``.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ from lightning_ddp_ext.data.epochs import forget_workers, samplers_below
 T = TypeVar("T")
 
 _END = object()
+
+
+# Reading loaders.
 
 
 def each_of(iterator: Iterator[T]) -> Iterator[T]:
@@ -52,9 +58,9 @@ def is_of_torch(loader: object, *methods: str) -> bool:
 
 def yields_in_order(loader: Any) -> bool:
     """Whether a loader yields a batch for each item of its index sampler, in their order."""
-    if not is_of_torch(loader, "__iter__"):
-        return False
-    return loader.num_workers == 0 or getattr(loader, "in_order", True)
+    return is_of_torch(loader, "__iter__") and bool(
+        loader.num_workers == 0 or getattr(loader, "in_order", True)
+    )
 
 
 def is_stateful(loader: object) -> bool:
@@ -214,7 +220,8 @@ def read_instead(loader: DataLoader[Any], items: Iterable[Any]) -> None:
     """Make one of our loaders read the indices in ``items``, and still show its own sampler.
 
     ``items`` stays in all epochs, because torch's persistent workers keep the sampler of
-    the first iterator. A loader with workers creates two iterators, and reads the second.
+    the first iterator. It must return a new iterator each time, without side effects: for
+    one iterator of a loader with workers, torch creates two, and reads the second.
     """
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     # A DataLoader refuses to change it.

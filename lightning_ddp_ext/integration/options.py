@@ -16,8 +16,8 @@ from .private.lightning_tree import pl
 
 _SET_BY_LIGHTNING = ("module", "device_ids")
 
-# For each field, a name that its values have, the rule, and a remedy. Any class that has the
-# name is accepted, as by Lightning.
+# For each field, an attribute that its values have, the rule, and a remedy. Lightning and
+# torch accept any class with these attributes, so the class itself is not checked.
 _RULES = {
     "bucket_cap_mb": ("__int__", "a number of megabytes", "bucket_cap_mb=25"),
     "checkpoint_io": ("teardown", "a CheckpointIO", "checkpoint_io=RankZeroCheckpointIO()"),
@@ -46,6 +46,10 @@ def refuse_mistyped(values: Mapping[str, Any]) -> None:
 def refuse_unknown(init: Callable[..., None], ddp_kwargs: Iterable[str]) -> None:
     """Raise if DistributedDataParallel does not have one of the arguments.
 
+    Args:
+        init: the strategy's ``__init__``, whose own arguments the error may suggest.
+        ddp_kwargs: the names of the other arguments that it was given.
+
     Raises:
         ConfigurationError: the error names the most similar argument and those of
             DistributedDataParallel.
@@ -55,12 +59,12 @@ def refuse_unknown(init: Callable[..., None], ddp_kwargs: Iterable[str]) -> None
     unknown = [name for name in ddp_kwargs if name not in options]
     if not unknown:
         return
-    own = [
+    arguments = [
         name
         for name, parameter in inspect.signature(init).parameters.items()
         if parameter.kind is not parameter.VAR_KEYWORD
     ]
-    similar = difflib.get_close_matches(unknown[0], [*own, *options], n=1)
+    similar = difflib.get_close_matches(unknown[0], [*arguments, *options], n=1)
     remedy = f"did you mean {similar[0]}?" if similar else "remove it."
     raise ConfigurationError(
         f"DDPExtStrategy has no argument {unknown[0]!r}; {remedy} Besides its own arguments, it"
@@ -73,7 +77,8 @@ def refuse_accumulating_static_graph(trainer: Any) -> None:
     """Raise if the first batches of a static graph would only accumulate gradients.
 
     Raises:
-        ConfigurationError: torch would report an internal error.
+        ConfigurationError: the first step has more than one batch, for which torch would
+            report an internal error.
     """
     if not getattr(trainer.strategy.model, "static_graph", False):
         return

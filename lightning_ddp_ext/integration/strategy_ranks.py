@@ -1,4 +1,8 @@
-"""Tell which ranks a strategy has, what they share, and whether their values can be used."""
+"""Give access to a strategy's ranks: to call them together, and to judge what they hold.
+
+``ranks_of`` is the way to all ranks; the other functions answer single questions about their
+values, weights, optimisers and groups.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,7 @@ def ranks_of(strategy: pl.strategies.Strategy) -> Ranks:
     A strategy of one rank may run in a process that is one of several ranks of another
     strategy.
     """
+    # The base class of Lightning's strategies has no `world_size`.
     world_size = getattr(strategy, "world_size", 1) if dist.is_initialized() else 1
     rank = dist.get_rank() if world_size > 1 else 0
     context = current()
@@ -58,9 +63,10 @@ def _wait_at_end(context: ProcessContext, what: str) -> None:
 
 
 def kind_of(work: str) -> str:
-    """Return the first word of work, which is the same on all ranks.
+    """Return the first word of a description of work, as the name of a barrier.
 
-    A path may follow it, which may differ by rank.
+    The name must be the same on all ranks, but a path, which may differ by rank, may follow
+    the word.
 
     >>> kind_of("saving last.ckpt")
     'saving'

@@ -40,7 +40,11 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Saves and restores on all ranks, from `setup` on: our strategy's own object, or one
+        # that is installed in a stock strategy for the run. ``None`` with a strategy that
+        # saves in its own way.
         self._checkpoints: Checkpoints | None = None
+        # What is installed in a stock strategy, until `teardown` or an exception.
         self._replaced = ReplacedMethods()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,7 +98,14 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
 
     @override
     def _monitor_candidates(self, trainer: pl.Trainer) -> dict[str, Tensor]:
-        own = fabric.utilities.move_data_to_device(super()._monitor_candidates(trainer), "cpu")
-        is_together = self._checkpoints is not None and not self._checkpoints.is_interrupted
-        values: dict[str, Tensor] = trainer.strategy.broadcast(own) if is_together else own
+        """Return rank 0's values, from which all ranks compute scores and file names.
+
+        Lightning has no public method for this. Collective, unless an exception has ended
+        the run: then this rank may be the only one to call it.
+        """
+        values: dict[str, Tensor] = fabric.utilities.move_data_to_device(
+            super()._monitor_candidates(trainer), "cpu"
+        )
+        if self._checkpoints is not None and not self._checkpoints.is_interrupted:
+            return trainer.strategy.broadcast(values)
         return values

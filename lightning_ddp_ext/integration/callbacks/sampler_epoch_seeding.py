@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from typing_extensions import override
 
 from lightning_ddp_ext.arguments import integer
-from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, source_of
+from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, Started, source_of
 from lightning_ddp_ext.data.position import global_order_of
 from lightning_ddp_ext.data.random_state import seed_generators
 
 from ..data.training_loaders import epoch_of
-from ..private.compat import active_loop_of, iterators_of
+from ..private.compat import active_loop_of, is_read_by
 from ..private.lightning_tree import RunningStage, pl
 from ..private.replaced_methods import Prepare, ReplacedMethods
 from ..strategy import DDPExtStrategy
@@ -48,6 +46,8 @@ class SamplerEpochSeeding(pl.Callback):
 
     def __init__(self, *, seed: int | None = None) -> None:
         self.seed = None if seed is None else integer(seed, "seed", remedy="pass seed=0")
+        # From `setup` to the end of a run, which is `teardown` or an exception. If neither was
+        # called, the next `setup` undoes the replacement.
         self._replaced = ReplacedMethods()
 
     @override
@@ -71,22 +71,23 @@ class SamplerEpochSeeding(pl.Callback):
         The other arguments are those of Lightning's method, which ``as_lightning`` calls.
         """
         source = source_of(dataloader)
+        # Lightning overlooks our sampler in place of a batch sampler, and would add another.
         if global_order_of(source) is None:
             source = as_lightning(source, shuffle, stage)
         return DistributedLoader(source, partial(self._start_iterator, trainer)).shown()
 
     def _start_iterator(
         self, trainer: pl.Trainer, loader: DistributedLoader, iterator: LazyIterator
-    ) -> Iterator[Any]:
-        """Return an iterator of the loader, after passing the epoch to what is inside.
+    ) -> Started:
+        """Read the loader, after passing the epoch to the objects inside.
 
         Users' own iterators of a loader, beside the loop's, do not change its epoch.
         """
         epoch = epoch_of(trainer)
-        if any(iterator is other for other in iterators_of(active_loop_of(trainer))):
+        if is_read_by(active_loop_of(trainer), iterator):
             loader.set_epoch(epoch, is_set_by_lightning=trainer.state.fn == "fit")
         with loader.workers_of(epoch, rank=trainer.global_rank, seed=self.seed):
-            return iter(loader.loader)
+            return Started(iter(loader.loader))
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

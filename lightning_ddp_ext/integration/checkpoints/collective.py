@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +40,22 @@ from .kept_weights import may_be_kept
 AsyncCheckpointIO = pl.plugins.AsyncCheckpointIO
 
 
+@dataclass
+class _Save:
+    """One call of :meth:`Checkpoints.save` on this rank.
+
+    Attributes:
+        checkpoint, path, storage_options, add_states: the arguments.
+        is_written: whether this rank has written the file, or begun to in the background.
+    """
+
+    checkpoint: dict[str, Any]
+    path: PathOrUrl
+    storage_options: Any
+    add_states: Callable[..., object]
+    is_written: bool = False
+
+
 class Checkpoints:
     """Saves and restores on all ranks with the strategy's ``checkpoint_io``.
 
@@ -64,7 +81,7 @@ class Checkpoints:
         # The time for which a save may delay the exit of this process.
         self._seconds = 0.0 if deadline is None else deadline.total_seconds()
         self.run = None if deadline is None else Run(is_outermost=False)
-        # The file that `restore` is about to read, until `load` reads any file.
+        # From the start of `restore` until the first `load`: the file to read, see "Reading".
         self._path_to_restore: str | None = None
         # On rank 0, the files that the save in the background replaces, until it has ended.
         self._to_remove: list[PathOrUrl] = []
@@ -99,8 +116,9 @@ class Checkpoints:
             checkpoint: the content.
             path: the file.
             storage_options: passed to the ``checkpoint_io``.
-            add_states: called on each rank before the content is written; ``is_alone``
-                tells whether this rank saves without the others.
+            add_states: called once or, if another rank fails meanwhile, twice on each rank
+                before the content is written. With ``is_alone=True`` it must not wait for
+                other ranks.
 
         Raises:
             CheckpointSaveError: an abort of NCCL may have made the weights wrong.
@@ -109,34 +127,34 @@ class Checkpoints:
         if may_have_partial_sums(self._strategy):
             self._refuse_to_save(path)
             return
-        has_written = False
-
-        def write() -> list[dict[str, Any]]:
-            nonlocal has_written
-            self._write(checkpoint, path, storage_options)
-            has_written = True
-            return self._records()
-
+        save = _Save(checkpoint, path, storage_options, add_states)
         if self.cooperation <= Cooperation.NO_SAVES:
-            self._save_alone(write, add_states)
+            self._save_alone(save)
             return
         try:
-            add_states(is_alone=False)
-            records = self.on_rank_zero(write, f"saving {os.fspath(path)}")
+            self._save_together(save)
         except RankFailedError:
             # As with stock, a save in `if trainer.is_global_zero:` after a fit writes its file.
-            if self.cooperation <= Cooperation.NO_SAVES and not has_written:
-                self._save_alone(write, add_states)
+            if self.cooperation <= Cooperation.NO_SAVES and not save.is_written:
+                self._save_alone(save)
             raise
+
+    def _save_together(self, save: _Save) -> None:
+        """Write a checkpoint on rank 0, and take over its record of the best files.
+
+        Collective.
+        """
+        save.add_states(is_alone=False)
+        records = self.on_rank_zero(lambda: self._write(save), f"saving {os.fspath(save.path)}")
         if not self._strategy.is_global_zero:
             for callback, record in zip(self._callbacks, records, strict=True):
                 vars(callback).update(record)
 
-    def _save_alone(self, write: Callable[[], object], add_states: Callable[..., object]) -> None:
+    def _save_alone(self, save: _Save) -> None:
         """Write a checkpoint if this is rank 0; the other ranks may not make this call."""
-        add_states(is_alone=True)
+        save.add_states(is_alone=True)
         if self._strategy.is_global_zero:
-            write()
+            self._write(save)
 
     def _refuse_to_save(self, path: PathOrUrl) -> None:
         """Raise that the weights may be wrong, or warn if the user already sees an error."""
@@ -149,16 +167,21 @@ class Checkpoints:
             raise CheckpointSaveError(refusal, path=path)
         rank_zero_warn(refusal)
 
-    def _write(self, checkpoint: dict[str, Any], path: PathOrUrl, storage_options: Any) -> None:
-        """Write a checkpoint on this rank, or begin to, if the save goes on in the background."""
+    def _write(self, save: _Save) -> list[dict[str, Any]]:
+        """Write a checkpoint on this rank, and return the record of the best files.
+
+        In the background, the write has only begun.
+        """
         self._wait()
-        io = self._strategy.checkpoint_io if self._may_continue else self.foreground_io
+        io = self._strategy.checkpoint_io if self._saves_in_background else self.foreground_io
         try:
             with delaying_forced_exit(self._seconds):
-                io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+                io.save_checkpoint(save.checkpoint, save.path, storage_options=save.storage_options)
         except Exception:
             self.finish_earlier()  # so that a background error is not raised a second time
             raise
+        save.is_written = True
+        return self._records()
 
     def _records(self) -> list[dict[str, Any]]:
         """Return the ``ModelCheckpoint`` callbacks' records of the best files, on the CPU."""
@@ -178,7 +201,7 @@ class Checkpoints:
         """Remove a checkpoint on rank 0. Collective: every rank must call it."""
         if may_have_partial_sums(self._strategy):
             return  # the checkpoint that replaces it was not saved
-        if not self._may_continue:
+        if not self._saves_in_background:
             io = self._strategy.checkpoint_io
             self.on_rank_zero(lambda: io.remove_checkpoint(path), f"removing {os.fspath(path)}")
         elif self._strategy.is_global_zero:
@@ -230,10 +253,12 @@ class Checkpoints:
         return inner
 
     @property
-    def _may_continue(self) -> bool:
-        """Whether a save may continue in the background after the call.
+    def _saves_in_background(self) -> bool:
+        """Whether saves continue in the background after the call.
 
-        A link needs its file, and outside of the Trainer's functions nothing would wait.
+        They do so with an ``AsyncCheckpointIO``, with two exceptions: a callback that links
+        to a file needs it immediately, and outside of the Trainer's functions nothing waits for
+        the end of the save.
         """
         trainer = self._trainer
         is_running = trainer is not None and trainer.state.status == TrainerStatus.RUNNING
@@ -283,7 +308,15 @@ class Checkpoints:
             explanation: BaseException = explain(error)
             raise explanation from explanation.__cause__
 
-    # Reading.
+    # Reading. When the Trainer restores a checkpoint, these calls follow each other:
+    #
+    # 1. Lightning's restore is replaced by `restore`, which names the file on all ranks.
+    # 2. Lightning's own method calls the strategy's `load_checkpoint`, which asks
+    #    `is_restoring` before it calls `load`.
+    # 3. `load` reads the file on all ranks together.
+    #
+    # Any other `load` is a user's, which may call it on some ranks only, also in a hook of
+    # this restore.
 
     def restore(
         self, read: Callable[..., None], path: PathOrUrl | None = None, *args: Any, **kwargs: Any
@@ -300,7 +333,7 @@ class Checkpoints:
         try:
             read(self._path_to_restore, *args, **kwargs)
         finally:
-            self._path_to_restore = None  # `load` clears it only if it was called
+            self._path_to_restore = None  # also if Lightning has read no file
 
     def is_restoring(self, path: PathOrUrl) -> bool:
         """Whether the Trainer's own restore is about to read this file.
@@ -356,7 +389,8 @@ class Checkpoints:
             )
         return content
 
-    # State of the strategy and the Trainer, always the current one.
+    # State of the strategy and the Trainer, read anew at each use. `cooperation` is the
+    # state; the two properties after it name ranges of it.
 
     @property
     def _ranks(self) -> Ranks:

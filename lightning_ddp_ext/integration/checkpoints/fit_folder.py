@@ -14,8 +14,9 @@ import hashlib
 import os
 import re
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning_ddp_ext.data.proxy import copy_attributes
 
@@ -24,6 +25,9 @@ from ..private.lightning_tree import pl
 from ..start.slurm import job_id
 from .stored_files import absolute, names_in
 
+# The SLURM jobs whose files are searched: only this one, or, if it has no files, all jobs
+# of the same fit.
+Jobs = Literal["this job", "all jobs"]
 # Environment variables that number the tasks of a job array.
 _TASKS = (
     "SLURM_ARRAY_TASK_ID",
@@ -47,12 +51,12 @@ def folder_of(trainer: Any, number: int) -> str:
     return os.path.join(absolute(_directory_of(trainer)), name)
 
 
-def stop_checkpoints_in(folder: str, *, or_of_other_jobs: bool) -> set[str]:
+def stop_checkpoints_in(folder: str, jobs: Jobs) -> set[str]:
     """Return the paths of the stop checkpoints in the folder of a fit.
 
     Args:
         folder: its path.
-        or_of_other_jobs: whether to return those of the same fit in other SLURM jobs, if
+        jobs: with ``"all jobs"``, those of the same fit in other SLURM jobs are returned if
             there are none in this folder.
 
     Raises:
@@ -68,7 +72,7 @@ def stop_checkpoints_in(folder: str, *, or_of_other_jobs: bool) -> set[str]:
         if not name.startswith(".")  # locks and unfinished files
     }
     in_this_folder = {path for path in files if os.path.dirname(path) == folder}
-    return files if or_of_other_jobs and not in_this_folder else in_this_folder
+    return files if jobs == "all jobs" and not in_this_folder else in_this_folder
 
 
 def folders_beside(folder: str) -> list[str]:
@@ -97,10 +101,24 @@ def _command() -> str:
     main = getattr(sys.modules["__main__"], "__file__", None) or ""
     if os.path.basename(main) == os.path.basename(script):
         script = main  # absolute, even if the program has changed its directory
-    words = [word for word in map(str, options) if word != "last" and "ckpt_path" not in word]
-    words += [os.environ.get(variable, "") for variable in _TASKS]
-    text = repr([os.path.realpath(script), *words]).encode(errors="surrogateescape")
+    words = [os.path.realpath(script), *_identifying(map(str, options), os.environ)]
+    text = repr(words).encode(errors="surrogateescape")
     return f"{Path(script).stem}-{hashlib.sha256(text).hexdigest()[:8]}"
+
+
+def _identifying(options: Iterable[str], environ: Mapping[str, str]) -> list[str]:
+    """Return the options and task numbers that distinguish a command from others.
+
+    Left out are options to resume, because the command is the same without them: words
+    that contain ``ckpt_path``, and the value ``last``. Each task of a job array has its own
+    number, and trains something else.
+
+    >>> array = {"SLURM_ARRAY_TASK_ID": "3"}
+    >>> _identifying(["--lr=0.1", "--ckpt_path", "last"], array)
+    ['--lr=0.1', '3', '', '', '', '']
+    """
+    words = [word for word in options if word != "last" and "ckpt_path" not in word]
+    return words + [environ.get(variable, "") for variable in _TASKS]
 
 
 def _directory_of(trainer: Any) -> str:
@@ -110,10 +128,13 @@ def _directory_of(trainer: Any) -> str:
     that of a Trainer without loggers.
     """
     callback = trainer.checkpoint_callback
-    chosen = getattr(callback, "dirpath", None)  # callbacks of users may have none
+    directory = getattr(callback, "dirpath", None)  # callbacks of users may have none
+    # A ModelCheckpoint without a user's directory records its own choice in the same
+    # attribute. So a copy without a directory chooses again: if it chooses this directory,
+    # the user has not.
     if isinstance(callback, pl.callbacks.ModelCheckpoint):
         undirected = copy_attributes(callback)
         undirected.dirpath = None
-        if chosen and chosen == chosen_directory_of(undirected, trainer):
-            chosen = None  # the callback itself chose it, in an earlier run
-    return str(chosen or os.path.join(trainer.default_root_dir, "checkpoints"))
+        if directory and directory == chosen_directory_of(undirected, trainer):
+            directory = None
+    return str(directory or os.path.join(trainer.default_root_dir, "checkpoints"))

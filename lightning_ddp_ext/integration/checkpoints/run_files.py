@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,12 @@ from lightning_ddp_ext.rendezvous.runs import current_run
 from ..private.compat import chosen_directory_of
 from ..private.lightning_tree import TrainerStatus, pl, rank_zero_info
 from ..start.slurm import is_requeued
-from .fit_folder import folder_of, folders_beside, stop_checkpoints_in
+from .fit_folder import Jobs, folder_of, folders_beside, stop_checkpoints_in
 from .stored_files import absolute, modification_times, names_in
 
 _PLACEHOLDER = "last.ckpt"  # never read
-_IN_A_HOOK = 0  # the number of each fit in a hook of another run
-# The number of fits that this process has begun, without those that a signal stopped.
+# The number of fits that this process has begun, without those that a signal stopped. It
+# belongs to the process, since a script may train with several Trainers, one after another.
 _fits_begun = 0
 
 
@@ -45,8 +45,10 @@ class Found:
     Attributes:
         stop: the path of the stop checkpoint; ``None`` if none is saved.
         token: distinguishes the run from others that save to this path.
-        last: the file with which the run continues, if it was searched and exists.
-        obsolete: the modification times of the fit's stop checkpoints, by path.
+        last: the file with which the run continues; ``None`` if none was found, or if the
+            user's argument or Lightning names the file, so that none was looked for.
+        obsolete: the stop checkpoints among which ``last`` was chosen, with their
+            modification times.
     """
 
     stop: str | None = None
@@ -84,12 +86,13 @@ class RunFiles:
         self.found = Found()
         # The argument `ckpt_path` of the Trainer's function, in the current run or the last one.
         self._ckpt_path: PathOrUrl | None = None
-        # The number of the last fit, which evaluations after it share.
-        self._fit_number = _IN_A_HOOK
+        # The number of the last fit, which evaluations after it share. ``None`` before the
+        # first fit, and for a fit in a hook of another run, which has no folder.
+        self._fit_number: int | None = None
 
     @contextmanager
     def begin(self, trainer: Any, args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-        """Number a fit in its script, and note whether the run resumes; the run is the block.
+        """Run the block as a run: number its fit, and note the file that the user names.
 
         Args:
             trainer: the Trainer; ``None`` if a user starts ranks without one.
@@ -104,15 +107,14 @@ class RunFiles:
         self.found = Found()
         # Of the arguments of all these functions, only `ckpt_path` is a string or a path.
         self._ckpt_path = next((each for each in args if isinstance(each, PathOrUrl)), None)
-        arguments = tuple(_PLACEHOLDER if _is_last(each) else each for each in args)
-        is_fit = trainer.state.fn == "fit"
-        if is_fit and current_run() is None:
-            with _next_fit() as self._fit_number:
-                yield arguments
-            return
-        if is_fit:
-            self._fit_number = _IN_A_HOOK
-        yield arguments
+        with self._numbering(trainer) as self._fit_number:
+            yield tuple(_PLACEHOLDER if _is_last(each) else each for each in args)
+
+    def _numbering(self, trainer: Any) -> AbstractContextManager[int | None]:
+        """Return a context manager that yields the number of the run's fit."""
+        if trainer.state.fn != "fit":
+            return nullcontext(self._fit_number)
+        return nullcontext() if current_run() is not None else _next_fit()
 
     # Resuming.
 
@@ -126,18 +128,18 @@ class RunFiles:
             CheckpointError: a directory or store cannot be searched.
         """
         # No run resumes a fit in a hook, so it has no folder.
-        folder = None if self._fit_number == _IN_A_HOOK else folder_of(trainer, self._fit_number)
+        folder = None if self._fit_number is None else folder_of(trainer, self._fit_number)
         stop = self._stop_path(folder)
         if _is_last(self._ckpt_path):
-            own = self._stop_checkpoints(folder, stop, or_of_other_jobs=True)
-            last = _newest(own, trainer)
+            files = self._stop_checkpoints(folder, stop, "all jobs")
+            last = _newest(files, trainer)
             rank_zero_info(f"ckpt_path='last' is {last}" if last else _none_found(folder, stop))
         elif trainer.state.fn == "fit" and self._ckpt_path is None and is_requeued():
-            own = self._stop_checkpoints(folder, stop, or_of_other_jobs=False)
-            last = next(iter(modification_times(own)), None)
+            files = self._stop_checkpoints(folder, stop, "this job")
+            last = next(iter(modification_times(files)), None)
         else:
             return Found(stop)
-        return Found(stop, last=last, obsolete=modification_times(own))
+        return Found(stop, last=last, obsolete=modification_times(files))
 
     @property
     def _is_path(self) -> bool:
@@ -152,20 +154,23 @@ class RunFiles:
             return absolute(self._stop)
         return None if folder is None else os.path.join(folder, self._stop)
 
-    def _stop_checkpoints(
-        self, folder: str | None, stop: str | None, *, or_of_other_jobs: bool
-    ) -> set[str]:
+    def _stop_checkpoints(self, folder: str | None, stop: str | None, jobs: Jobs) -> set[str]:
         """Return the stop checkpoints of the fit; the one at a path may be missing."""
         if stop is None:
             return set()
         if self._is_path or folder is None:
             return {stop}
-        return stop_checkpoints_in(folder, or_of_other_jobs=or_of_other_jobs)
+        return stop_checkpoints_in(folder, jobs)
 
     def file_to_restore(self, path: PathOrUrl | None) -> PathOrUrl | None:
-        """Return the file that rank 0 found, or the path that Lightning chose."""
-        is_searched = _is_last(self._ckpt_path) or self.found.last is not None
-        return self.found.last if is_searched else path
+        """Return the file with which the run continues, if there is one.
+
+        Args:
+            path: the path that Lightning chose. For ``"last"`` this is only a placeholder,
+                so even if rank 0 found no file, it is not used.
+        """
+        is_placeholder = _is_last(self._ckpt_path)
+        return self.found.last if is_placeholder or self.found.last is not None else path
 
     # Finishing.
 
@@ -193,9 +198,9 @@ class RunFiles:
 
 @contextmanager
 def _next_fit() -> Iterator[int]:
-    """Number the fit in the block; one that a signal stops does not count.
+    """Yield the number of the fit in the block.
 
-    The process may call it again.
+    A fit that a signal stops does not count, because the process may call it again.
     """
     global _fits_begun
     _fits_begun += 1
@@ -210,14 +215,14 @@ def _is_last(argument: Any) -> bool:
     return isinstance(argument, str) and argument == "last"
 
 
-def _newest(own: set[str], trainer: Any) -> str | None:
-    """Return the newest of a fit's own files and those of the Trainer's callbacks.
+def _newest(stop_checkpoints: set[str], trainer: Any) -> str | None:
+    """Return the newest of the stop checkpoints and the files of the Trainer's callbacks.
 
     Stores round times to seconds. Of files with the same time, a stop checkpoint is the
     newest, because a run saves it at its end.
     """
-    times = modification_times(own | _files_of_callbacks(trainer))
-    return max(times, key=lambda path: (times[path], path in own), default=None)
+    times = modification_times(stop_checkpoints | _files_of_callbacks(trainer))
+    return max(times, key=lambda path: (times[path], path in stop_checkpoints), default=None)
 
 
 def _files_of_callbacks(trainer: Any) -> set[str]:

@@ -49,7 +49,7 @@ def names_in(directory: str) -> set[str]:
 def modification_times(paths: Iterable[str]) -> dict[str, float]:
     """Return when the files that exist were changed, by path.
 
-    A time is infinity if the store does not record it.
+    A time is infinity if the store does not record it, so the file counts as the newest.
 
     Raises:
         CheckpointError: a time cannot be read.

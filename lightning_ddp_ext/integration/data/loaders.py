@@ -15,22 +15,22 @@ How the samples of a loader are divided among the ranks:
 ================================================  =====================================
 Loader                                            What the ranks read
 ================================================  =====================================
-it has one of our samplers                        the loader as it is
+it has one of our samplers                        the loader itself
 the Trainer would put its own sampler into it,    a copy with a sampler of ours, see
 and its class iterates as torch's                 ``data.division``
-any other, and if that has no sampler for it      the loader that the Trainer makes
+any other, and if ``data.division`` has no        the loader that the Trainer makes
+sampler for it
 ================================================  =====================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, get_args
 
 from lightning_ddp_ext.arguments import check_choice
 from lightning_ddp_ext.data.division import divide
-from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, source_of
+from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, Started, source_of
 from lightning_ddp_ext.data.position import Position, global_order_of, position_of
 from lightning_ddp_ext.data.proxy import is_of_torch, own_copy
 
@@ -38,6 +38,7 @@ from ..checkpoints.collective import Checkpoints
 from ..private.compat import (
     active_loop_of,
     combined_iterator_of,
+    is_read_by,
     iterators_of,
     needs_sampler,
 )
@@ -88,7 +89,8 @@ class TrainerLoaders:
         self.resume = Resume(strategy, checkpoints, stops, replaced, resume_data)
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.worker_seed: int | None = None
-        # Lightning's iterator over all training loaders, of the epoch that was started last.
+        # Lightning's iterator over all training loaders, in the epoch that was started last.
+        # Lightning creates another one for each epoch, so this tells whether one begins.
         self._combined_iterator: Any = None
 
     def attach(self, trainer: Any) -> None:
@@ -114,45 +116,55 @@ class TrainerLoaders:
         source = source_of(dataloader)  # another Trainer or stage may have prepared it already
         if stage == RunningStage.PREDICTING:
             return as_lightning(source, shuffle, stage)
-        divided = self._divide(source, shuffle, stage)
-        if divided is None:
-            divided = as_lightning(source, shuffle, stage)
-        loader = DistributedLoader(divided, self.start, is_divided=divided is not source)
+        divided = self._divide(as_lightning, source, shuffle, stage)
+        is_divided = divided is not source
         if stage == RunningStage.TRAINING:
+            loader = DistributedLoader(divided, self.start, is_divided=is_divided)
             self._prepare_training(loader)
         else:
+            loader = DistributedLoader(
+                divided, self.start, on_iterator=self._before_validation, is_divided=is_divided
+            )
             self.evaluation.prepare(loader, stage)
-            loader.on_iterator = self._before_validation
         return loader.shown()
 
-    def _divide(self, source: Any, shuffle: bool, stage: RunningStage) -> Any:
-        """Return the loader that this rank reads; ``None`` for the one that the Trainer makes.
+    def _divide(
+        self, as_lightning: Prepare, source: Any, shuffle: bool, stage: RunningStage
+    ) -> Any:
+        """Return the loader that this rank reads, see the module's table.
 
         Collective the first time.
         """
-        seed = self.resume.orders.agree_on_seed()
+        seed = self.resume.orders.agree()
         if global_order_of(source) is not None:
             return source
-        trainer = self._strategy.current_trainer
+        divided = None
+        if self._may_divide(source, stage):
+            trainer = self._strategy.current_trainer
+            divided = divide(
+                source,
+                {**self._strategy.distributed_sampler_kwargs, "seed": seed},
+                shuffle=shuffle and not trainer.overfit_batches,
+                counts_once=stage != RunningStage.TRAINING,
+            )
+        return as_lightning(source, shuffle, stage) if divided is None else divided
+
+    def _may_divide(self, source: Any, stage: RunningStage) -> bool:
+        """Whether a sampler of ours may take the place of the one that the Trainer adds."""
         # Another class may keep its sampler, or an iterator over it, elsewhere.
-        if not is_of_torch(source, "__iter__", "__len__") or not needs_sampler(trainer, source):
-            return None
-        is_evaluation = stage != RunningStage.TRAINING
-        if is_evaluation and not self.evaluation.is_exact:
-            return None  # Lightning warns that its sampler repeats samples
-        return divide(
-            source,
-            {**self._strategy.distributed_sampler_kwargs, "seed": seed},
-            shuffle=shuffle and not trainer.overfit_batches,
-            counts_once=is_evaluation,
+        iterates_as_torch = is_of_torch(source, "__iter__", "__len__")
+        # In an evaluation that is not exact, Lightning's sampler repeats samples, with a warning.
+        is_ours = stage == RunningStage.TRAINING or self.evaluation.is_exact
+        return (
+            iterates_as_torch and is_ours and needs_sampler(self._strategy.current_trainer, source)
         )
 
     def _prepare_training(self, loader: DistributedLoader) -> None:
         """Let the ranks agree on a training loader's length, and find positions in it."""
         self._combined_iterator = None  # refers to loaders that are not needed any longer
         self.uneven.agree_on_length(loader)
-        accumulated = self._strategy.current_trainer.accumulate_grad_batches
-        read_ahead = accumulated + 1 + AHEAD  # batches that are not done at a checkpoint
+        # Batches that may be read, but are not done at a checkpoint.
+        read_ahead = self._strategy.current_trainer.accumulate_grad_batches + 1 + AHEAD
         loader.position = position_of(loader.loader, read_ahead, self._strategy.world_size)
 
     def _before_validation(self) -> None:
@@ -167,19 +179,24 @@ class TrainerLoaders:
 
     # Starting iterators.
 
-    def start(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
+    def start(self, loader: DistributedLoader, iterator: LazyIterator) -> Started:
         """Start an iterator over a loader, because its first batch was requested.
 
-        An iterator of the fit loop starts at the training position, any other one at
-        the beginning. If user code iterates over a loader, no epoch is set and a copy
-        of the loader is read, because a loop may be reading the loader itself.
+        ====================  ============  =============================================
+        Reader                Epoch         Batches
+        ====================  ============  =============================================
+        the fit loop          set           from the training position
+        an evaluation         set           all, and idle ranks are recorded
+        user code             left as it    all, of a copy, since a loop may be reading
+                              is            the loader itself
+        ====================  ============  =============================================
         """
         trainer = self._strategy.current_trainer
         position = loader.position
         loop = active_loop_of(trainer) if position is None else trainer.fit_loop
-        if not any(iterator is other for other in iterators_of(loop)):  # user code reads it
+        if not is_read_by(loop, iterator):
             with self._workers_of(loader):
-                return iter(own_copy(loader.loader))
+                return Started(iter(own_copy(loader.loader)))
         # Without a length, Lightning reads a resumed epoch's first batch before it sets the
         # epoch of samplers.
         is_set_by_lightning = not self.resume.awaits_train_start
@@ -187,7 +204,7 @@ class TrainerLoaders:
         if position is not None:
             return self._start_training(loader, position, iterator)
         with self._workers_of(loader):
-            return self.evaluation.start(loader)
+            return Started(self.evaluation.start(loader))
 
     def _workers_of(self, loader: DistributedLoader) -> AbstractContextManager[None]:
         """Give the epoch and seeds to the workers of an iterator created in the block."""
@@ -197,33 +214,31 @@ class TrainerLoaders:
 
     def _start_training(
         self, loader: DistributedLoader, position: Position, iterator: LazyIterator
-    ) -> Iterator[Any]:
+    ) -> Started:
         """Start an iterator of the fit loop; the first one of an epoch starts all others.
 
-        A loader that is shorter than the epoch begins again with another iterator. Then
-        the ended one has already called ``before_next`` for this batch.
+        All ranks may then stop before the epoch's first batch. If a loader is shorter than
+        the epoch and begins again, they could do so when the ended iterator was asked for
+        this batch.
         """
         fit_loop = self._strategy.current_trainer.fit_loop
         if combined_iterator_of(fit_loop) is self._combined_iterator:
-            return self._start_at(position, loader, iterator)
+            return self._start_at(position, loader)
         self._combined_iterator = combined_iterator_of(fit_loop)
         self.resume.before_iterators()
-        batches = self._start_at(position, loader, iterator)
+        started = self._start_at(position, loader)
         for other in iterators_of(fit_loop):
             if other is not iterator:
                 other.start()
         self.resume.after_iterators()
-        iterator.before_next()
-        return batches
+        started.before_next()
+        return started
 
-    def _start_at(
-        self, position: Position, loader: DistributedLoader, iterator: LazyIterator
-    ) -> Iterator[Any]:
-        """Start an iterator over a training loader at its position."""
+    def _start_at(self, position: Position, loader: DistributedLoader) -> Started:
+        """Start to read a training loader at its position; the first one stops all ranks."""
         if self.resume.restart.is_last:
-            return iter(())
+            return Started(iter(()))
         with self._workers_of(loader):
             batches = self.uneven.give_batches(position.iterate())
-        if loader is training_loaders_of(self._strategy.current_trainer)[0]:
-            iterator.before_next = self._stops.before_batch
-        return batches
+        is_first = loader is training_loaders_of(self._strategy.current_trainer)[0]
+        return Started(batches, self._stops.before_batch) if is_first else Started(batches)

@@ -18,6 +18,7 @@ changes it, in the form of a dictionary, to one of four:
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -202,6 +203,32 @@ def change_to(fit_loop: Mapping[str, Any], restart: Restart) -> dict[str, Any]:
     _set_counters(batch, begun=restart.done, processed=restart.done, completed=completed)
     batch["is_last_batch"] = False
     return changed
+
+
+def count_done(done: int, *, whole: float, left: float, limit: float, accumulated: int) -> int:
+    """Return how many batches of a resumed epoch count as done on these ranks.
+
+    Lightning ends all epochs after the same number of batches, so the batches that are
+    not left count as done, up to the last optimiser step. If an epoch is already beyond
+    its limit, it has one more step, and then ends as usual.
+
+    Args:
+        done: the number of batches that were done on the ranks that saved.
+        whole: the number of batches of a whole epoch; ``inf`` if it is not known.
+        left: the number of batches that are left.
+        limit: the number of batches after which Lightning ends the epoch.
+        accumulated: the number of batches per optimiser step.
+
+    After 3 of 10 batches on two ranks, one rank has 14 of 20 left:
+
+    >>> count_done(3, whole=20, left=14, limit=20, accumulated=1)
+    6
+    >>> count_done(3, whole=20, left=14, limit=20, accumulated=4)
+    4
+    """
+    not_left = done if whole == math.inf else whole - left
+    done_here = int(min(not_left, limit - 1))
+    return done_here - done_here % accumulated
 
 
 def _set_counters(

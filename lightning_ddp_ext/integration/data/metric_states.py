@@ -2,6 +2,10 @@
 
 After the step they have their values from before it, but in the types and shapes that the
 step gave them, because the ranks reduce them together.
+
+Three attributes of metrics are private, because torchmetrics has no public names for the
+neutral states (``_defaults``), their reductions (``_reductions``) and the number of updates
+(``_update_count``).
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ def restoring_metrics(trainer: Any) -> Iterator[None]:
     earlier = {id(metric): _copied_states(metric) for metric in _metrics_to_restore(trainer)}
     yield
     for metric in _metrics_to_restore(trainer):
+        # Without earlier states, a metric is new, or a wrapper that has no states at all.
         states = earlier.get(id(metric)) or copy.deepcopy(metric._defaults)
         attributes = vars(metric)
         for name in states.keys() & attributes.keys():  # a wrapper's are those of its metric
@@ -78,10 +83,22 @@ def _gathers_items(metric: Metric) -> bool:
 
 
 def _with_form_of(state: Any, earlier: Any) -> Any:
-    """Return an earlier state with the type, dtype and shape of the state after the step."""
+    """Return an earlier state with the type, dtype and shape of the state after the step.
+
+    A step may change the dtype. The neutral state of a sum may be a single zero, which gets
+    the shape of the sum. A list that has no batches yet gets an empty one, from which the
+    ranks learn dtype and shape.
+
+    >>> _with_form_of(torch.tensor([3, 4]), torch.tensor([1.0, 2.0]))
+    tensor([1, 2])
+    >>> _with_form_of(torch.tensor([3.0, 4.0]), torch.tensor(0.0))
+    tensor([0., 0.])
+    >>> _with_form_of([torch.ones(3)], [])
+    [tensor([])]
+    """
     if isinstance(earlier, Tensor) and isinstance(state, Tensor):
-        is_default = earlier.ndim < state.ndim
-        return torch.empty_like(state).copy_(earlier) if is_default else earlier.to(state)
+        is_neutral = earlier.ndim < state.ndim
+        return torch.empty_like(state).copy_(earlier) if is_neutral else earlier.to(state)
     if isinstance(earlier, list) and not earlier and state:
-        return [torch.atleast_1d(state[0])[:0]]  # an empty batch
+        return [torch.atleast_1d(state[0])[:0]]
     return earlier

@@ -59,8 +59,9 @@ def gather_predictions(trainer: Any) -> Any:
     """
     # A group that sends CPU tensors keeps the predictions of all ranks out of GPU memory.
     ranks = replace(ranks_of(trainer.strategy), group=group_of_small_collectives())
-    own = ranks.on_every_rank(lambda: _predicted_here(trainer), "gather_predictions")
-    by_rank = ranks.to_rank_zero(own)
+    by_rank = ranks.to_rank_zero(
+        ranks.on_every_rank(lambda: _predicted_here(trainer), "gather_predictions")
+    )
 
     def join_ranks() -> list[Any] | None:
         # On rank 0 only; the others have no predictions.
@@ -110,7 +111,8 @@ def _join_samples(parts: tuple[_Rows, ...]) -> _Rows:
         if isinstance(outputs[0], list):
             items = list(chain.from_iterable(outputs))
             # A tensor that is a part of a larger one would be sent with all of it.
-            return [_cloned(items[row]) for row in rows]
+            kept = (items[row] for row in rows)
+            return [item.clone() if isinstance(item, Tensor) else item for item in kept]
         joined = torch.cat(outputs) if isinstance(outputs[0], Tensor) else np.concatenate(outputs)
         return joined[rows]
 
@@ -123,7 +125,3 @@ def _join_samples(parts: tuple[_Rows, ...]) -> _Rows:
             f"predictions cannot be joined: {type(error).__name__}: {error}; {_REMEDY}"
         ) from error
     return in_order.tolist(), joined
-
-
-def _cloned(item: Any) -> Any:
-    return item.clone() if isinstance(item, Tensor) else item

@@ -22,15 +22,13 @@ The strategy adds one section to a checkpoint, which is otherwise unchanged, so 
 ``seed``     the seed for the order of samples
 ``orders``   what determines each rank's orders, see :class:`~.orders.Orders`
 ``restart``  where training continues, a :class:`~.loop_state.Restart`
-``ranks``    of each rank that saved: its ``rank``, its random states
-             (``random``), and its place in each training loader (``loaders``)
+``ranks``    of each rank that saved, the attributes of its :class:`RankState`
 ===========  =====================================================================
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -46,42 +44,78 @@ from ..private.replaced_methods import ReplacedMethods
 from ..start.devices import RankDevicesStrategy
 from ..stopping.stops import StopController
 from ..strategy_ranks import ranks_of
-from .loop_state import Restart, change_to, find_restart
+from .loop_state import Restart, change_to, count_done, find_restart
 from .orders import Orders
 from .training_loaders import batches_of_epoch, epoch_of, positions_of
 
 KEY = "lightning_ddp_ext"
 VERSION = 15
 ResumeData = Literal["exact", "stock"]
+Phase = Literal["not resumed", "restored", "training"]  # see `ResumedFrom`
 
 
 @dataclass(frozen=True)
-class SavedState:
-    """The state of a checkpoint from which training continues.
+class RankState:
+    """The part of a checkpoint that belongs to one rank.
 
     Attributes:
+        rank: its number.
+        random: the states of its generators, as ``record_random_state`` returns them;
+            ``None`` if the checkpoint was saved during an optimiser step, or without this
+            rank.
+        loaders: for each training loader, its place, as ``Position.state_after`` returns
+            it; empty if an epoch begins.
+    """
+
+    rank: int
+    random: list[Any] | None
+    loaders: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ResumedFrom:
+    """The checkpoint with which a run resumes, and how far the run has come with it.
+
+    =================  ===================================  ==============================
+    Phase              Begins                               Ends
+    =================  ===================================  ==============================
+    ``"not resumed"``  with each run, and with the epoch    when a checkpoint is restored
+                       after the resumed one
+    ``"restored"``     when a checkpoint is restored        in ``on_train_start``
+    ``"training"``     in ``on_train_start``, unless the    with the next epoch
+                       loops have been set to another epoch
+    =================  ===================================  ==============================
+
+    Attributes:
+        phase: see the table.
         restart: the point where training continues, according to the checkpoint, and
             then to the ranks' decision.
         loops: the state of the fit loop, as it was saved.
-        rank: this rank's state, see :meth:`Resume.state_at`.
+        rank: this rank's state.
     """
 
+    phase: Phase
     restart: Restart
     loops: Mapping[str, Any]
-    rank: Mapping[str, Any]
+    rank: RankState
 
 
-# The state of a run that has read no checkpoint, and of one that is past the resumed
-# epoch: no epoch continues there.
-NOT_RESUMED = SavedState(Restart("epoch_start", epoch=-1), loops={}, rank={"random": None})
+# No epoch has the number -1, so none continues there.
+NOTHING = ResumedFrom(
+    "not resumed",
+    Restart("epoch_start", epoch=-1),
+    loops={},
+    rank=RankState(0, None, []),
+)
 
 
 class Resume:
     """The point where a strategy's training continues.
 
     In a run, :meth:`attach` is called first, :meth:`restore` if a checkpoint is
-    restored, :meth:`before_iterators` and :meth:`after_iterators` around the start of
-    an epoch's iterators, the hooks, and :meth:`save_to` for each checkpoint.
+    restored, and :meth:`save_to` for each checkpoint. :meth:`on_train_start` and the
+    iterators of the first epoch come in either order: :meth:`before_iterators` and
+    :meth:`after_iterators` are called around the start of an epoch's iterators.
 
     Args:
         strategy: our strategy.
@@ -112,9 +146,8 @@ class Resume:
         self._reset()
 
     def _reset(self) -> None:
-        self._saved = NOT_RESUMED  # or a checkpoint's, from `restore` until the next epoch
-        self._is_training = False  # whether `on_train_start` was called in this run
-        # The random state before a validation that has not ended.
+        self._resumed = NOTHING
+        # From the start of a validation to its end: the random state before it.
         self._before_validation: list[Any] | None = None
 
     @property
@@ -130,13 +163,13 @@ class Resume:
 
     @property
     def restart(self) -> Restart:
-        """Where the resumed epoch continues; that of ``NOT_RESUMED`` in other epochs."""
-        return self._saved.restart
+        """Where the resumed epoch continues; in other epochs, that of ``NOTHING``."""
+        return self._resumed.restart
 
     @property
     def awaits_train_start(self) -> bool:
-        """Whether a checkpoint was read, and ``on_train_start`` was not called since."""
-        return self.restart != NOT_RESUMED.restart and not self._is_training
+        """Whether a checkpoint was restored, and ``on_train_start`` was not called since."""
+        return self._resumed.phase == "restored"
 
     @property
     def epoch(self) -> int:
@@ -170,30 +203,35 @@ class Resume:
             has_ended=fetcher is not None and fetcher.done,
         )
         if self.awaits_train_start:
-            own_state = self._saved.rank  # nothing has changed since then
+            state = self._resumed.rank  # nothing has changed since then
         else:
-            own_state = self.state_at(restart, self._random_state_at(restart, loops))
-        ranks = [own_state] if is_alone else self._checkpoints.to_rank_zero(own_state, what)
-        checkpoint[KEY] = self.make_section(restart, ranks)
+            state = self.state_at(restart, self._random_state_at(restart, loops))
+        states = [state] if is_alone else self._checkpoints.to_rank_zero(state, what)
+        checkpoint[KEY] = self.make_section(restart, states or [])
 
-    def make_section(self, restart: Restart, ranks: Any) -> dict[str, Any]:
-        """Return the section of a checkpoint."""
+    def make_section(self, restart: Restart, states: Iterable[RankState]) -> dict[str, Any]:
+        """Return the section of a checkpoint, in plain containers.
+
+        Args:
+            restart: where training continues.
+            states: those of the ranks that save.
+        """
         return {
             "version": VERSION,
             "seed": self.orders.seed,
-            "orders": self.orders.by_rank,
+            "orders": [(each.keys, each.checksums) for each in self.orders.by_rank],
             "restart": vars(restart),
-            "ranks": ranks,
+            "ranks": [vars(state) for state in states],
         }
 
-    def state_at(self, restart: Restart, random: Any) -> dict[str, Any]:
-        """Return this rank's entry in ``ranks`` of a checkpoint that continues at ``restart``."""
+    def state_at(self, restart: Restart, random: list[Any] | None) -> RankState:
+        """Return this rank's state in a checkpoint that continues at ``restart``."""
         positions = positions_of(self._trainer) if restart.is_within else []
         done_before = self.restart.done if self.restart.is_within else 0  # in an earlier run
         places = [position.state_after(restart.done - done_before) for position in positions]
-        return {"rank": self._strategy.global_rank, "random": random, "loaders": places}
+        return RankState(self._strategy.global_rank, random, places)
 
-    def _random_state_at(self, restart: Restart, loops: Mapping[str, Any]) -> Any:
+    def _random_state_at(self, restart: Restart, loops: Mapping[str, Any]) -> list[Any] | None:
         """Return this rank's random state, or ``None`` in the middle of an optimiser step."""
         if restart.at == "validation":
             return self._before_validation
@@ -223,7 +261,9 @@ class Resume:
         loops = {**checkpoint["loops"]["fit_loop"], "state_dict": {}}
         section = checkpoint.get(KEY) or {}
         if section.get("version") == VERSION:
-            self._saved = self._read_section(section, loops)
+            self.orders.restore(section["seed"], section["orders"])
+            restart = Restart(**section["restart"])
+            state = state_of_rank(self._strategy.global_rank, section["ranks"])
         else:
             restart = find_restart(loops, accumulated=trainer.accumulate_grad_batches)
             if restart.is_within:
@@ -233,21 +273,9 @@ class Resume:
                     " of an epoch before you change the strategy or its release",
                 )
                 restart = restart.from_epoch_start()
-            self._saved = SavedState(restart, loops, self.state_at(restart, None))
-        checkpoint["loops"]["fit_loop"] = change_to(loops, self.restart)
-
-    def _read_section(self, section: Mapping[str, Any], loops: Mapping[str, Any]) -> SavedState:
-        """Return the state in a section.
-
-        A rank that did not save uses the state of one that did, without the parts that
-        belong to that rank alone.
-        """
-        self.orders.restore(section)
-        rank = self._strategy.global_rank
-        by_rank = {state["rank"]: state for state in section["ranks"]}
-        places = [{**place, "state": None} for place in section["ranks"][0]["loaders"]]
-        shared = {"rank": rank, "random": None, "loaders": places}
-        return SavedState(Restart(**section["restart"]), loops, by_rank.get(rank, shared))
+            state = self.state_at(restart, None)
+        self._resumed = ResumedFrom("restored", restart, loops, state)
+        checkpoint["loops"]["fit_loop"] = change_to(loops, restart)
 
     # The resumed epoch.
 
@@ -258,7 +286,7 @@ class Resume:
         """
         report_step()  # names a rank that still waits in a call of the epoch before
         if self.epoch > self.restart.epoch:
-            self._saved = NOT_RESUMED
+            self._resumed = NOTHING
         self._decide()
         if not self.restart.is_within:
             for position in positions_of(self._trainer):
@@ -271,7 +299,8 @@ class Resume:
         """
         self.orders.gather()
         is_saved_after = self.restart.at == "batch_end" or self.restart.has_started
-        if self._is_training and is_saved_after:
+        # Before `on_train_start`, that hook restores it.
+        if self._resumed.phase == "training" and is_saved_after:
             self._restore_random_state()
 
     def _decide(self) -> None:
@@ -283,18 +312,18 @@ class Resume:
         restart = self.restart
         if not restart.is_within or positions_of(self._trainer)[0].epoch == restart.epoch:
             return
-        problem = self.orders.continue_epoch(restart.epoch, self._saved.rank["loaders"])
+        problem = self.orders.continue_epoch(restart.epoch, self._resumed.rank.loaders)
         problems = list(filter(None, ranks_of(self._strategy).gather(problem)))
         if not problems:
             return
         _warn(restart.epoch, problems[0])
-        self._saved = replace(
-            self._saved,
+        self._resumed = replace(
+            self._resumed,
             restart=restart.from_epoch_start(),
-            rank={**self._saved.rank, "random": None},
+            rank=replace(self._resumed.rank, random=None),
         )
         fit_loop = self._trainer.fit_loop
-        fit_loop.load_state_dict(change_to(self._saved.loops, self.restart))
+        fit_loop.load_state_dict(change_to(self._resumed.loops, self.restart))
         fit_loop.update_restart_stage()
 
     # Hooks of the fit loop.
@@ -304,12 +333,12 @@ class Resume:
 
         Collective in a resumed run.
         """
-        self._is_training = True
         done = self._trainer.fit_loop.epoch_loop.batch_progress.current.processed
         if (epoch_of(self._trainer), done) != (self.restart.epoch, self.restart.done):
             # Not resumed, or a `LearningRateFinder` has set the loops to its own file.
-            self._saved = NOT_RESUMED
+            self._resumed = NOTHING
             return
+        self._resumed = replace(self._resumed, phase="training")
         for callback in self._trainer.callbacks:
             if isinstance(callback, pl.callbacks.GradientAccumulationScheduler):
                 # An epoch that continues has no start, in which it sets the number of batches.
@@ -329,27 +358,27 @@ class Resume:
     def _count_batches_again(self) -> None:
         """Set the loops to the numbers of batches, done and in all, on these ranks.
 
-        Both change with the number of ranks and the batch size. Lightning ends all epochs
-        after the same number of batches, so the batches that are not left count as done,
-        up to the last optimiser step. If an epoch is already beyond its limit, it has one
-        more step, and then ends as usual.
+        Both change with the number of ranks and the batch size, see :func:`count_done`.
         """
         whole, left = batches_of_epoch(self._trainer)
         limit = self._trainer.num_training_batches
-        not_left = self.restart.done if whole == math.inf else whole - left
-        done = int(min(not_left, limit - 1))
-        done -= done % self._trainer.accumulate_grad_batches
+        done = count_done(
+            self.restart.done,
+            whole=whole,
+            left=left,
+            limit=limit,
+            accumulated=self._trainer.accumulate_grad_batches,
+        )
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = done
         current.completed = done - 1 if self.restart.at == "batch_end" else done
         if done + left < limit:
             end_epoch_after(self._trainer, int(done + left))
-        self._saved = replace(self._saved, restart=replace(self.restart, done=done))
+        self._resumed = replace(self._resumed, restart=replace(self.restart, done=done))
 
     def _restore_random_state(self) -> None:
         """Restore this rank's random state, if it was saved."""
-        saved = self._saved.rank["random"] or ()
-        restore_random_state(saved, device_generators(self._strategy))
+        restore_random_state(self._resumed.rank.random or (), device_generators(self._strategy))
 
     def on_train_batch_start(self) -> None:
         """Let Lightning's loops continue as usual, once the first batch was read."""
@@ -362,6 +391,22 @@ class Resume:
         self._before_validation = None
         if self.restart.at == "validation" and not self._trainer.sanity_checking:
             end_restart(self._trainer.fit_loop)
+
+
+def state_of_rank(rank: int, saved: Sequence[Mapping[str, Any]]) -> RankState:
+    """Return a rank's state from the section of a checkpoint.
+
+    A rank that did not save uses the places of one that did, without random states and
+    states of loaders, which belong to that rank alone.
+
+    >>> place = {"identity": {}, "at": 8, "state": "of the loader on rank 0"}
+    >>> saved = [{"rank": 0, "random": ["of rank 0"], "loaders": [place]}]
+    >>> state_of_rank(1, saved)
+    RankState(rank=1, random=None, loaders=[{'identity': {}, 'at': 8, 'state': None}])
+    """
+    places = [{**place, "state": None} for place in saved[0]["loaders"]]
+    shared = RankState(rank, None, places)
+    return next((RankState(**state) for state in saved if state["rank"] == rank), shared)
 
 
 def device_generators(strategy: RankDevicesStrategy) -> list[Any]:

@@ -1,8 +1,13 @@
 """Read and set the state of Lightning's objects that has no public name.
 
+Each section contains the functions for one kind of object. The objects are ``Any``, because
+Lightning's types lack these names.
+
 Private attributes are read by :func:`private`, which reports a name that the installed
 Lightning lacks. If a name may be missing, the function that uses it says so. The state of
-an interrupted step also follows from the traceback of the exception.
+an interrupted step also follows from the traceback of the exception, in which functions are
+recognised by name and module. These names cannot be checked in advance: if Lightning
+renames one, the answer is that the exception was raised elsewhere.
 """
 
 from __future__ import annotations
@@ -75,6 +80,11 @@ def iterators_of(loop: Any) -> list[Any]:
     return [] if combined is None else list(combined.iterators)
 
 
+def is_read_by(loop: Any, iterator: object) -> bool:
+    """Whether the loop itself reads an iterator, and not a user's code."""
+    return any(iterator is each for each in iterators_of(loop))
+
+
 def fetcher_of(loop: Any) -> Any:
     """Return a loop's data fetcher, whose ``length`` determines the last batch."""
     return private(loop, "_data_fetcher")
@@ -144,7 +154,8 @@ def is_in_closure(error: BaseException, trainer: Any) -> bool:
             # The closure has no result until its first call ends.
             return private(frame.f_locals["self"], "_result") is None
         if function == "_after_closure" and ".precision." in module:
-            # Each call of the closure sets the gradients to zero.
+            # Each call of the closure sets the gradients to zero, so in the first call of
+            # each step, there are as many such calls as steps.
             return bool(progress.zero_grad.current.ready <= progress.step.current.ready)
     return False
 
