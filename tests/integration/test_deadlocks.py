@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
-from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -83,7 +82,7 @@ class EndsEpochOnRank1(training.Plain):
 class LogsOnRank0(training.Plain):
     """Only rank 0 logs a value, which a callback monitors."""
 
-    def training_step(self, batch: training.Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> torch.Tensor:
         if self.global_rank == 0:
             self.log("on_rank_0", 1.0, rank_zero_only=True)
         return super().training_step(batch, index)

@@ -14,15 +14,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from tests.harness import ranks, training
-from tests.integration import early_ends
-from tests.integration.early_ends import FaultyIO, Kill, Net, Plan
+from tests.integration.early_ends import (
+    STOP_CHECKPOINT,
+    FaultyIO,
+    Kill,
+    Net,
+    Plan,
+    saved_step,
+    train,
+)
 
 # Steps before the kills; a survivor may also finish the step in which another rank dies.
 FINISHED = 5
@@ -69,11 +74,11 @@ def test_a_run_that_resumes_from_another_file_keeps_the_last_step(tmp_path: Path
     """Rank 0's stop checkpoint, saved when rank 1 dies, is removed only by a run that found
     it by ``"last"``.
     """
-    ranks.run_ranks(early_ends.train, 2, Plan(trainer={"max_epochs": 1}), tmp_path)
+    ranks.run_ranks(train, 2, Plan(trainer={"max_epochs": 1}), tmp_path)
     [older] = tmp_path.glob("*.ckpt")
-    ranks.launch_ranks(early_ends.train, 2, Plan(KILL_RANK_1), tmp_path)
-    ranks.run_ranks(early_ends.train, 2, Plan(trainer={"max_epochs": 2}, ckpt_path=older), tmp_path)
-    assert list(tmp_path.rglob(early_ends.STOP_CHECKPOINT))
+    ranks.launch_ranks(train, 2, Plan(KILL_RANK_1), tmp_path)
+    ranks.run_ranks(train, 2, Plan(trainer={"max_epochs": 2}, ckpt_path=older), tmp_path)
+    assert list(tmp_path.rglob(STOP_CHECKPOINT))
 
 
 # Faults while a survivor saves.
@@ -98,7 +103,7 @@ def kill_first(marker: Path) -> None:
 class SlowInSixthStep(Net):
     """Waits before the sixth step's backward pass on rank 0, while rank 1 dies there."""
 
-    def on_before_backward(self, loss: Tensor) -> None:
+    def on_before_backward(self, loss: torch.Tensor) -> None:
         if self.global_step == FINISHED and self.global_rank == 0:
             wait_long()
 
@@ -111,9 +116,9 @@ def test_the_launching_process_lets_a_survivor_save(start_method: str, tmp_path:
     strategy = {"start_method": start_method, "checkpoint_io": FaultyIO(wait_long)}
     kill_rank_1 = Kill("on_before_backward", earlier=FINISHED)
     plan = Plan(kill_rank_1, strategy=strategy, model=SlowInSixthStep)
-    [outcome] = ranks.launch_ranks(early_ends.train, 1, plan, tmp_path)
+    [outcome] = ranks.launch_ranks(train, 1, plan, tmp_path)
     assert "RankDiedError: local rank 1 " in outcome.output, outcome.story()
-    assert early_ends.saved_step(tmp_path) >= FINISHED
+    assert saved_step(tmp_path) >= FINISHED
 
 
 def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path) -> None:
@@ -122,10 +127,10 @@ def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path)
     """
     io = FaultyIO(partial(kill_first, tmp_path / "killed"))
     plan = Plan(KILL_RANK_0, strategy={"checkpoint_io": io})
-    outcomes = ranks.launch_ranks(early_ends.train, 3, plan, tmp_path)
+    outcomes = ranks.launch_ranks(train, 3, plan, tmp_path)
     exit_codes = sorted(outcome.exit_code for outcome in outcomes)
     assert exit_codes == [-signal.SIGKILL, -signal.SIGKILL, 1], ranks.stories(outcomes)
-    assert early_ends.saved_step(tmp_path) >= FINISHED
+    assert saved_step(tmp_path) >= FINISHED
 
 
 @pytest.mark.parametrize(
@@ -142,11 +147,11 @@ def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(
 ) -> None:
     """Rank 0, which cannot save, also names rank 1, which died."""
     strategy = {"save_deadline": save_deadline, "checkpoint_io": FaultyIO(fault)}
-    survivor, _ = ranks.launch_ranks(early_ends.train, 2, Plan(KILL_RANK_1, strategy), tmp_path)
+    survivor, _ = ranks.launch_ranks(train, 2, Plan(KILL_RANK_1, strategy), tmp_path)
     assert survivor.exit_code == 1
     assert report in survivor.output, survivor.story()
     assert "RankDiedError: rank 1 " in survivor.output
-    assert not list(tmp_path.rglob(early_ends.STOP_CHECKPOINT))
+    assert not list(tmp_path.rglob(STOP_CHECKPOINT))
 
 
 # Runs whose weights may not be those of the last finished step.
@@ -168,7 +173,7 @@ class InStep(Net):
         super().optimizer_step(*args, **kwargs)
         if self.global_step == FINISHED and self.global_rank == 1:
             training.die()
-        dist.all_reduce(torch.zeros(1))
+        torch.distributed.all_reduce(torch.zeros(1))
 
 
 class Exploding(Net):
@@ -232,10 +237,10 @@ def test_a_survivor_does_not_save_a_checkpoint_that_could_be_wrong(
     plan: Plan, reason: str, tmp_path: Path
 ) -> None:
     """Rank 0 prints the reason next to the error that names rank 1, which died."""
-    survivor, _ = ranks.launch_ranks(early_ends.train, 2, plan, tmp_path)
+    survivor, _ = ranks.launch_ranks(train, 2, plan, tmp_path)
     assert survivor.exit_code == 1
     _, refusal, rest = survivor.output.partition("this rank did not save the last step: ")
     assert refusal, survivor.story()
     assert reason in rest.splitlines()[0]
     assert "RankDiedError: rank 1 " in survivor.output
-    assert not list(tmp_path.rglob(early_ends.STOP_CHECKPOINT))
+    assert not list(tmp_path.rglob(STOP_CHECKPOINT))

@@ -14,12 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.harness import ranks, training
 from tests.harness.scripts import print_line
-from tests.integration import early_ends
-from tests.integration.early_ends import BATCHES, EPOCHS, VALIDATION_BATCHES, Kill, Net, Plan
+from tests.integration.early_ends import (
+    BATCHES,
+    EPOCHS,
+    VALIDATION_BATCHES,
+    Kill,
+    Net,
+    Plan,
+    survive,
+    train,
+)
 
 # Models whose weights depend on more than the batches.
 
@@ -31,7 +38,7 @@ class Hooked(Net):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         norms = [weight.grad.norm() for weight in self.parameters() if weight.grad is not None]
-        dist.all_reduce(torch.stack(norms))
+        torch.distributed.all_reduce(torch.stack(norms))
 
     @torch.no_grad()
     def on_train_batch_end(self, *_: Any) -> None:
@@ -229,10 +236,10 @@ def test_a_chain_of_kills_is_survived(chain: Chain, tmp_path: Path) -> None:
     """No step that a survivor finished is lost, and the final state is that of a run without
     a fault, to the last bit.
     """
-    killed = early_ends.survive(
+    killed = survive(
         chain.world_size, chain.plan, chain.kills, tmp_path / "killed", may_miss=chain.may_miss
     )
-    unbroken = early_ends.survive(chain.world_size, chain.plan, (), tmp_path / "unbroken")
+    unbroken = survive(chain.world_size, chain.plan, (), tmp_path / "unbroken")
     torch.testing.assert_close(killed, unbroken, rtol=0, atol=0)
 
 
@@ -262,9 +269,9 @@ def test_a_batch_is_repeated_as_a_whole_if_a_second_optimiser_fails(
 ) -> None:
     """The first optimiser's step in it is saved, and made again."""
     fails = Kill("on_before_backward", earlier=9, by=by)  # in the fifth batch
-    failed = ranks.launch_ranks(early_ends.train, 2, Plan(fails, model=TwoOptimizers), tmp_path)
+    failed = ranks.launch_ranks(train, 2, Plan(fails, model=TwoOptimizers), tmp_path)
     assert any("saved step 9 to" in outcome.output for outcome in failed), ranks.stories(failed)
-    resumed, _ = ranks.launch_ranks(early_ends.train, 2, Plan(model=TwoOptimizers), tmp_path)
+    resumed, _ = ranks.launch_ranks(train, 2, Plan(model=TwoOptimizers), tmp_path)
     assert resumed.exit_code == 0, resumed.story()
     batches = re.findall(r"^batch (\d+)$", resumed.output, re.MULTILINE)
     in_whole_run = [*range(BATCHES)] * EPOCHS

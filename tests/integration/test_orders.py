@@ -22,7 +22,6 @@ from torch.utils.data import (
 
 from tests.harness import training
 from tests.integration import continuing
-from tests.integration.continuing import Numbers
 
 # The default order.
 
@@ -176,19 +175,19 @@ class PartOfOrder(Sampler[int]):
 
 
 def in_parts() -> DataLoader[Any]:
-    return DataLoader(Numbers(DRAWN), 2, sampler=PartOfOrder())
+    return DataLoader(continuing.Numbers(DRAWN), 2, sampler=PartOfOrder())
 
 
 def by_own_generator() -> DataLoader[Any]:
     """Return a loader whose generator has another seed on each rank."""
     own = torch.Generator().manual_seed(dist.get_rank())
-    return DataLoader(Numbers(DRAWN), 2, shuffle=True, generator=own)
+    return DataLoader(continuing.Numbers(DRAWN), 2, shuffle=True, generator=own)
 
 
 def two_loaders() -> list[DataLoader[Any]]:
     """Return two loaders, of which each step gets a batch of two samples each."""
     samplers = [WeightedRandomSampler([1.0] * DRAWN, DRAWN) for _ in range(2)]
-    return [DataLoader(Numbers(DRAWN), 2, sampler=sampler) for sampler in samplers]
+    return [DataLoader(continuing.Numbers(DRAWN), 2, sampler=sampler) for sampler in samplers]
 
 
 def read_undivided(kind: training.Kind, directory: Path, make: Any) -> continuing.Batches:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils import data as torch_data
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -223,7 +222,7 @@ def daily_cases() -> list[Case]:
 
 
 def options_of(
-    sampler: str, data: list[Tensor], generator: torch.Generator | None, rank: int, ranks: int
+    sampler: str, data: list[torch.Tensor], generator: torch.Generator | None, rank: int, ranks: int
 ) -> dict[str, Any]:
     """Return the options of a loader with a kind of sampler."""
     weights = [*range(1, SAMPLES + 1)]

@@ -14,7 +14,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -98,7 +97,7 @@ def short_and_long() -> CombinedLoader:
 class Iterating(continuing.Net):
     """Fetches its batches itself."""
 
-    def training_step(self, dataloader_iter: Any) -> Tensor:
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:
         ready = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return super().training_step(next(dataloader_iter)[0], ready - 1)
 

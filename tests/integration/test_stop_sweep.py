@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import callbacks
 from lightning.pytorch.core import hooks
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.harness import sweeps
@@ -170,7 +169,7 @@ class Stoppable(continuing.Net):
     def val_dataloader(self) -> Any:
         return DataLoader(continuing.Numbers(10), batch_size=1)
 
-    def validation_step(self, batch: Tensor, index: int) -> None:
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
         dist.all_reduce(torch.zeros(1))
         self.log("result", self.layers(batch).sum(), sync_dist=True)
 

@@ -13,7 +13,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -33,7 +32,7 @@ class Stream(continuing.Stream):
         super().__init__(100, rank)
         self.lengths = lengths
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[torch.Tensor]:
         length = self.lengths[self.epoch % len(self.lengths)]
         first = 10 * self.epoch
         return (torch.tensor([float(number)]) for number in self.numbers[first : first + length])

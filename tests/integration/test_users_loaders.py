@@ -16,13 +16,12 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from tests.harness import training
 from tests.integration import continuing
-from tests.integration.continuing import Numbers
 
 SAMPLES = 16
 
 
 def batched(batch_sampler: Any, samples: int = SAMPLES) -> DataLoader[Any]:
-    return DataLoader(Numbers(samples), batch_sampler=batch_sampler)
+    return DataLoader(continuing.Numbers(samples), batch_sampler=batch_sampler)
 
 
 def made_before(loader: Any) -> Callable[[], Any]:
@@ -144,10 +143,10 @@ def read_in_both_loops(kind: training.Kind, directory: Path, case: Case) -> tupl
 # Without ``use_distributed_sampler``, each rank reads the user's object itself.
 AS_STOCK = {
     "reads own batch sampler": Case(
-        lambda rank: ReadsOwnBatchSampler(Numbers(SAMPLES), batch_size=2, shuffle=True)
+        lambda rank: ReadsOwnBatchSampler(continuing.Numbers(SAMPLES), batch_size=2, shuffle=True)
     ),
     "cannot be pickled": Case(
-        lambda rank: Unpicklable(Numbers(SAMPLES), 2), use_distributed_sampler=False
+        lambda rank: Unpicklable(continuing.Numbers(SAMPLES), 2), use_distributed_sampler=False
     ),
     "its own iterator": Case(lambda rank: OwnIterator(), use_distributed_sampler=False),
     "goes on in the next epoch": Case(lambda rank: GoesOn(), use_distributed_sampler=False),
@@ -213,7 +212,7 @@ class FixedOptions(DataLoader[Any]):
 
 
 COPIED: dict[str, Callable[[], DataLoader[Any]]] = {
-    "fixed options": lambda: FixedOptions(Numbers(SAMPLES)),
+    "fixed options": lambda: FixedOptions(continuing.Numbers(SAMPLES)),
     "explicit batch sampler": lambda: batched(
         BatchSampler(RandomSampler(range(SAMPLES)), 2, False)
     ),
