@@ -138,8 +138,7 @@ def test_a_difference_is_found(
     tmp_path: Path,
 ) -> None:
     """Every rank raises an error at the next check, which names the tensor."""
-    errors = on_ranks(kind, train, tmp_path, change, every_n_steps, options)
-    for error in errors:
+    for error in on_ranks(kind, train, tmp_path, change, every_n_steps, options):
         assert str(error).startswith(f"the ranks differ {moment}: rank 1 in {tensor} (")
 
 
@@ -176,10 +175,11 @@ def average(kind: Kind, directory: Path) -> str:
         "ddp_comm_state": PostLocalSGDState(None, None, 2),
         "model_averaging_period": 2,
     }
-    error = raised(
-        ConfigurationError, fit, kind, directory, Net(), RankConsistency(), strategy=averaging
+    return str(
+        raised(
+            ConfigurationError, fit, kind, directory, Net(), RankConsistency(), strategy=averaging
+        )
     )
-    return str(error)
 
 
 def test_models_that_are_averaged_are_refused(tmp_path: Path) -> None:

@@ -190,8 +190,7 @@ def test_ranks_in_different_calls_are_named(run: Run, sentence: str, tmp_path: P
     timeout.
     """
     for outcome in ranks.launch_ranks(fit, 2, tmp_path, run):
-        message = ranks.message_of(outcome, RankAbsentError)
-        assert re.search(sentence, message), outcome.story()
+        assert re.search(sentence, ranks.message_of(outcome, RankAbsentError)), outcome.story()
 
 
 def test_a_deadlock_is_named_while_a_rank_that_is_not_in_it_works(tmp_path: Path) -> None:

@@ -125,8 +125,9 @@ def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path)
     """After rank 0's death, rank 1 or 2 is killed while it saves. The kernel releases its
     lock, and the last rank saves.
     """
-    io = FaultyIO(partial(kill_first, tmp_path / "killed"))
-    plan = Plan(KILL_RANK_0, strategy={"checkpoint_io": io})
+    plan = Plan(
+        KILL_RANK_0, strategy={"checkpoint_io": FaultyIO(partial(kill_first, tmp_path / "killed"))}
+    )
     outcomes = ranks.launch_ranks(train, 3, plan, tmp_path)
     exit_codes = sorted(outcome.exit_code for outcome in outcomes)
     assert exit_codes == [-signal.SIGKILL, -signal.SIGKILL, 1], ranks.stories(outcomes)

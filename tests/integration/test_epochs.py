@@ -395,8 +395,9 @@ def draw(kind: Kind, directory: Path, workers: int) -> list[list[set[int]]]:
     for start, seed in enumerate((5, 5, 6)):
         torch.manual_seed(start)  # what the run would draw without the callback
         make = partial(DataLoader, Chance(SAMPLES), 2, **options)
-        seeding = SamplerEpochSeeding(seed=seed)
-        read = continuing.read(kind, directory, make, [seeding], use_distributed_sampler=False)
+        read = continuing.read(
+            kind, directory, make, [SamplerEpochSeeding(seed=seed)], use_distributed_sampler=False
+        )
         drawn.append([set().union(*batches) for batches in read.values()])
     return drawn
 

@@ -94,8 +94,12 @@ class Kept(NamedTuple):
 def train_and_fail(rank: int, world_size: int, directory: Path, name: str) -> Kept:
     """Train on a loader; resume within the first epoch, and fail in its fourth batch."""
     loader = LOADERS[name](rank)
-    options = {"max_epochs": 2, "use_distributed_sampler": name == DIVIDED}
-    command = continuing.Training(lambda: loader, directory, world_size, options)
+    command = continuing.Training(
+        lambda: loader,
+        directory,
+        world_size,
+        {"max_epochs": 2, "use_distributed_sampler": name == DIVIDED},
+    )
     before = snapshots(loader)
     [path] = command.run("train_batch_end-2").saved.values()
     after_training = snapshots(loader)

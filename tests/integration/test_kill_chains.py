@@ -209,8 +209,12 @@ def draw(seed: int) -> Chain:
     world_size = chance.choice((2, 3))
     options = chance.choice(({}, {"val_check_interval": 5}, {"accumulate_grad_batches": 5}))
     kills = [draw_kill(chance, world_size) for _ in range(KILLS_OF_A_CHAIN)]
-    strategy = ON_THREE_RANKS if world_size == 3 else {}
-    return Chain(kills, Plan(strategy=strategy, trainer=options), world_size, may_miss=True)
+    return Chain(
+        kills,
+        Plan(strategy=ON_THREE_RANKS if world_size == 3 else {}, trainer=options),
+        world_size,
+        may_miss=True,
+    )
 
 
 def draw_kill(chance: random.Random, world_size: int) -> Kill:

@@ -136,8 +136,9 @@ class Report(NamedTuple):
 def reports() -> list[Report]:
     """Run the script, after the user has exported ``RANK`` and ``DDPX_INIT_METHOD``."""
     url = f"tcp://127.0.0.1:{free_port()}"
-    env = {"RANK": "0", "OMP_NUM_THREADS": None, "DDPX_INIT_METHOD": url}
-    output = run_script(SCRIPT, SEED, env=env)
+    output = run_script(
+        SCRIPT, SEED, env={"RANK": "0", "OMP_NUM_THREADS": None, "DDPX_INIT_METHOD": url}
+    )
     formed = f"process group: gloo, 2 ranks, {url}\n"
     assert output.count(formed) == 1, "the ranks connect once, for all Trainers"
     return [Report(**json.loads(line)) for line in output.splitlines() if line.startswith("{")]

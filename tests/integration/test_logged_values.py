@@ -141,8 +141,9 @@ class ValidatesMoreSteps(Net):
 def test_a_rank_with_more_validation_steps_is_named(tmp_path: Path) -> None:
     """The error says that the ranks have logged different values."""
     for outcome in fit_on(2, tmp_path, ValidatesMoreSteps(), num_sanity_val_steps=0):
-        error = outcome.failure.message
-        assert "ranks logged different values with sync_dist=True" in error, outcome.story()
+        assert "ranks logged different values with sync_dist=True" in outcome.failure.message, (
+            outcome.story()
+        )
 
 
 # Ranks that log the same values.

@@ -138,8 +138,12 @@ def test_ranks_divide_one_draw_of_a_sampler_per_epoch(tmp_path: Path) -> None:
 def test_ranks_divide_a_draw_with_replacement(tmp_path: Path) -> None:
     """Together they read as many samples as the sampler draws, some of them twice."""
     repeating = RandomSampler(range(DRAWN), replacement=True, num_samples=SOME)
-    batches = continuing.Backwards(repeating, batch_size=2, drop_last=False)
-    loaders = {"alone": {"sampler": repeating}, "batched": {"batch_sampler": batches}}
+    loaders = {
+        "alone": {"sampler": repeating},
+        "batched": {
+            "batch_sampler": continuing.Backwards(repeating, batch_size=2, drop_last=False)
+        },
+    }
     for name, epochs in drawn_together(loaders, tmp_path).items():
         assert [len(epoch) for epoch in epochs] == [SOME, SOME], name
         assert len(set(epochs[0])) < SOME, name

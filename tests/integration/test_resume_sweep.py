@@ -352,8 +352,7 @@ def play_after_stop(resumption: tuple[Case, str], rank: int, ranks: int, place: 
     """Play a case from the checkpoint of its first stop, which other ranks have saved."""
     case, path = resumption
     training = training_of(case, rank, ranks, place)
-    whole = training.run()
-    return whole, training.run(ckpt_path=path)
+    return training.run(), training.run(ckpt_path=path)
 
 
 # Judging what the ranks have played: texts of faults, which are empty without any.

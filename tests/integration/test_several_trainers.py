@@ -254,5 +254,4 @@ def test_trainers_in_turn_start_their_own_number_of_ranks() -> None:
     launcher and without an address.
     """
     # A forked process cannot use OpenMP threads that its parent has started.
-    env = {"OMP_NUM_THREADS": "1"}
-    assert ranks.run_ranks(fit_in_turn, 1, env=env) == [[1, 2, 1, 3, 1]]
+    assert ranks.run_ranks(fit_in_turn, 1, env={"OMP_NUM_THREADS": "1"}) == [[1, 2, 1, 3, 1]]

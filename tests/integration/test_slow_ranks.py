@@ -130,8 +130,9 @@ def test_a_slow_rank_is_named_once_for_each_part(
 
 def test_stock_logging_hides_a_slow_forward_pass(tmp_path: Path) -> None:
     """All ranks wait in ``training_step``, for each logged value; the other parts are named."""
-    net = {"slow_rank": 1, "logs": True}
-    (lines, _, _), _ = training.on_ranks("stock", measure, tmp_path, net, {})
+    (lines, _, _), _ = training.on_ranks(
+        "stock", measure, tmp_path, {"slow_rank": 1, "logs": True}, {}
+    )
     assert [re.findall("ms a step for (.*?),", line) for line in lines] == [
         ["data"],
         [],

@@ -71,13 +71,17 @@ def beside_stream(rank: int, world_size: int, loader: continuing.Loaders) -> lis
 
 def beside_stateful_stream(rank: int, world_size: int, samples: int, streamed: int) -> list[Any]:
     """Return a loader of so many samples, and a stream with a state."""
-    stream = StatefulDataLoader(continuing.Stream(streamed, rank), batch_size=2)
-    return [divided_by_strategy(rank, world_size, samples), stream]
+    return [
+        divided_by_strategy(rank, world_size, samples),
+        StatefulDataLoader(continuing.Stream(streamed, rank), batch_size=2),
+    ]
 
 
 def two_loaders(rank: int, world_size: int) -> CombinedLoader:
-    loaders = [divided_by_strategy(rank, world_size, samples) for samples in (SAMPLES, 24)]
-    return CombinedLoader(loaders, "max_size_cycle")
+    return CombinedLoader(
+        [divided_by_strategy(rank, world_size, samples) for samples in (SAMPLES, 24)],
+        "max_size_cycle",
+    )
 
 
 def short_and_long(rank: int, world_size: int) -> list[Any]:
@@ -302,8 +306,12 @@ def test_an_epoch_that_cannot_continue_starts_again(name: str, tmp_path: Path) -
 def train_to_kill(rank: int, world_size: int, directory: Path, loaders: continuing.Loaders) -> None:
     """Train until rank 1 is killed in its third step, after which rank 0 saves alone."""
     kill = Kill("on_after_backward", earlier=2)
-    strategy = {"stop_checkpoint": str(directory / "alone.ckpt")}
-    options = {"callbacks": [kill.callback()], "max_epochs": 1, "strategy": strategy, **UNDIVIDED}
+    options = {
+        "callbacks": [kill.callback()],
+        "max_epochs": 1,
+        "strategy": {"stop_checkpoint": str(directory / "alone.ckpt")},
+        **UNDIVIDED,
+    }
     training_on(rank, world_size, directory, loaders, **options).run()
 
 
@@ -426,5 +434,10 @@ def test_the_last_batch_of_an_epoch_is_a_step_on_fewer_ranks(tmp_path: Path) -> 
         # Three batches are left: two of one optimiser step, and the last one alone.
         assert len(run.steps) == 3
         assert run.counts.optimiser_steps == 1 + 2
-        names = [event.what for event in run.events]
-        assert names == ["step", "step", "step", "validation", "epoch end"]
+        assert [event.what for event in run.events] == [
+            "step",
+            "step",
+            "step",
+            "validation",
+            "epoch end",
+        ]

@@ -68,8 +68,7 @@ def fit(
         options={"max_epochs": 2, "default_root_dir": directory / "run"},
     )
     run = two_epochs.run(callbacks=callbacks)
-    files = sorted(path.name for path in directory.rglob("*.ckpt"))
-    return End(run.status, files, len(run.steps))
+    return End(run.status, sorted(path.name for path in directory.rglob("*.ckpt")), len(run.steps))
 
 
 def test_a_failed_run_ends_in_order_after_a_launchers_sigterm(tmp_path: Path) -> None:
@@ -241,8 +240,9 @@ class SignalsAtTheEnd(RankZeroCheckpointIO):
 
 def test_sigterm_ends_a_process_after_its_last_step(tmp_path: Path) -> None:
     """A signal has its usual effect if it arrives too late to stop a run."""
-    strategy = {"checkpoint_io": SignalsAtTheEnd()}
-    for outcome in ranks.launch_ranks(fit, 2, tmp_path, strategy=strategy):
+    for outcome in ranks.launch_ranks(
+        fit, 2, tmp_path, strategy={"checkpoint_io": SignalsAtTheEnd()}
+    ):
         assert outcome.exit_code == -signal.SIGTERM, outcome.story()
 
 

@@ -150,8 +150,7 @@ def test_an_interface_that_the_host_does_not_have_is_refused(tmp_path: Path) -> 
 
 def test_a_task_of_srun_may_start_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """In an interactive job, it unsets SLURM_STEP_NUM_TASKS, as the error says."""
-    variables = {**environment_of(0, by_srun()), "SLURM_JOB_NAME": "bash"}
-    for name, value in variables.items():
+    for name, value in {**environment_of(0, by_srun()), "SLURM_JOB_NAME": "bash"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
     environment: Any = training.make_trainer(

@@ -172,8 +172,11 @@ class Unsized:
 
 
 def refuse_unsized(kind: training.Kind, directory: Path) -> str:
-    case = Case(lambda rank: batched(Unsized()))
-    return str(training.raised(TypeError, read_in_both_loops, kind, directory, case))
+    return str(
+        training.raised(
+            TypeError, read_in_both_loops, kind, directory, Case(lambda rank: batched(Unsized()))
+        )
+    )
 
 
 def test_batches_without_a_number_are_refused_as_with_stock(tmp_path: Path) -> None:
