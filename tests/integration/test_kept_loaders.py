@@ -128,8 +128,12 @@ class Seen(NamedTuple):
 
 
 def look_at(loader: Any) -> Seen:
-    is_the_users = isinstance(loader, OwnLoader)
-    return Seen(type(loader).__name__, is_the_users, len(loader), {*vars(loader)})
+    return Seen(
+        type=type(loader).__name__,
+        is_the_users=isinstance(loader, OwnLoader),
+        length=len(loader),
+        attributes={*vars(loader)},
+    )
 
 
 def copy_in_run(
