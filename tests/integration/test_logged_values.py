@@ -188,8 +188,8 @@ def count_collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
 
 @pytest.mark.nightly
 def test_a_step_makes_one_collective(tmp_path: Path) -> None:
-    """A step whose values fit into one message makes one collective, and so does the end of
-    an epoch.
+    """A step with fewer values than a message holds, which are 128, makes one collective, and
+    so does the end of an epoch.
 
     Stock makes a barrier and an all-reduce for each number in both.
     """

@@ -249,7 +249,7 @@ FAULTS = [
         lambda path: path.write_text("anything"),
         "is not a checkpoint: its 8 bytes begin with b'anyt'",
     ),
-    Fault(os.unlink, "No such file or directory", "CheckpointError"),
+    Fault(os.unlink, f".ckpt does not exist for rank 0 on host {HOST}", "FileNotFoundError"),
     Fault(
         lambda path: set_entry(path, "hyper_parameters", argparse.Namespace(lr=0.1)),
         "add_safe_globals([argparse.Namespace])",
@@ -283,7 +283,9 @@ def refused(kind: training.Kind, directory: Path, files: list[Path], is_mapped: 
             kind, directory, RankZeroCheckpointIO(weights_only=weights_only)
         )
         options = {"ckpt_path": path, "verbose": False}
-        error = training.raised(CheckpointError, trainer.test, checkpointing.Net(), **options)
+        error = training.raised(
+            (CheckpointError, FileNotFoundError), trainer.test, checkpointing.Net(), **options
+        )
         errors.append(f"{type(error).__name__}: {error}")
     return errors
 

@@ -140,7 +140,8 @@ def read_in_both_loops(kind: training.Kind, directory: Path, case: Case) -> tupl
     return module.steps, module.events
 
 
-# Without ``use_distributed_sampler``, each rank reads the user's object itself.
+# Without ``use_distributed_sampler``, each rank reads the user's object itself. One start of
+# the ranks reads all of these loaders.
 AS_STOCK = {
     "reads own batch sampler": Case(
         lambda rank: ReadsOwnBatchSampler(continuing.Numbers(SAMPLES), batch_size=2, shuffle=True)
