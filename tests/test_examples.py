@@ -24,7 +24,7 @@ PRINTED = {
     # The data are y = 3 x - 1, with noise.
     "minimal.py": r"2 ranks found y = (2\.9|3\.0)\d x -(0\.9|1\.0)\d in 40 steps",
     "gan_manual_optimization.py": r"generated mean (3\.[5-9]|4\.[0-4])\d, of the data 4\.00",
-    # None, or rounding of single precision.
+    # Zero, or the rounding of single precision.
     "gradient_accumulation.py": r"largest difference of a weight: (0e\+00|[1-9]e-0[678])",
     "iterable_uneven.py": r"rank 0 has 20 batches and made 10 steps",
     "slow_ranks.py": r"rank 1 \(host .+, cpu\) is slow: .+ ms a step for data, ",
@@ -39,7 +39,7 @@ PRINTED = {
     ),
     # The sum differs between machines; versions of the packages follow.
     "bug_report.py": r"(?s)after 10 steps the weights sum to -?\d\.\d{6}\n.*lightning-ddp-ext +\d",
-    # None, or rounding of single precision.
+    # Zero, or the rounding of single precision.
     "ring_all_reduce.py": (
         r"largest difference of a weight between ring and all-reduce: (0e\+00|[1-9]e-0[78])"
     ),
