@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import lightning as L
 import pytest
@@ -15,17 +16,20 @@ from tests.harness.scripts import run_on_ranks, run_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-# A pattern for the line that each script prints if it works. Numbers that depend on the
-# machine have a range, such as the fit to noisy data in minimal.py.
+# Patterns of the results that the scripts print if they work. Numbers that depend on the
+# machine have a range.
 PRINTED = {
     "four_tools.py": r"2 ranks are at step 24, saved to \S+/checkpoints/last\.ckpt",
     "samplers.py": r"epoch 1, rank 1: \[(\d+), \d+, \d+, \d+\]",
+    # The data are y = 3 x - 1, with noise.
     "minimal.py": r"2 ranks found y = (2\.9|3\.0)\d x -(0\.9|1\.0)\d in 40 steps",
     "gan_manual_optimization.py": r"generated mean (3\.[5-9]|4\.[0-4])\d, of the data 4\.00",
+    # Zero, or the rounding of single precision.
     "gradient_accumulation.py": r"largest difference of a weight: (0e\+00|[1-9]e-0[678])",
     "iterable_uneven.py": r"rank 0 has 20 batches and made 10 steps",
     "slow_ranks.py": r"rank 1 \(host .+, cpu\) is slow: .+ ms a step for data, ",
     "predict_and_gather.py": r"predictions\.csv has 41 rows, in the dataset's order: True",
+    # Only the encoder is synchronised.
     "partial_sync_batchnorm.py": (
         r"(?s)encoder: running means [^\n]* the same\n.*head: running means [^\n]* different"
     ),
@@ -33,10 +37,13 @@ PRINTED = {
     "loggers_and_profiler.py": (
         r"logs/metrics/version_0/metrics\.csv: 6 rows, the last one is 1,[\d.e-]+,59"
     ),
+    # The sum differs between machines; versions of the packages follow.
     "bug_report.py": r"(?s)after 10 steps the weights sum to -?\d\.\d{6}\n.*lightning-ddp-ext +\d",
+    # Zero, or the rounding of single precision.
     "ring_all_reduce.py": (
         r"largest difference of a weight between ring and all-reduce: (0e\+00|[1-9]e-0[78])"
     ),
+    # A row each for 1, 2 and 4 ranks; the first one is the unit of the speed-up.
     "model_parallel.py": r" 1  +\d+ ms  1\.00 ×\n +2  +\d+ ms  .*\n +4  +\d+ ms",
     # The accuracy on four ranks equals that of one process, unlike with stock.
     "exact_metrics.py": (
@@ -49,6 +56,7 @@ PRINTED = {
         r"3 ranks begin at step [1-9]\d*0\n"
     ),
 }
+# Those that only ``make nightly`` runs.
 LONG = (
     "exact_metrics.py",
     "gan_manual_optimization.py",
@@ -60,10 +68,11 @@ LONG = (
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[pytest.mark.nightly] * (each in LONG)) for each in PRINTED]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] if name in LONG else []) for name in PRINTED],
 )
 def test_an_example_succeeds_and_prints_its_result(name: str, tmp_path: Path) -> None:
-    """Its output has the line that the script prints only if it works."""
+    """Its output has the result that the script prints only if it works."""
     output = run_on_ranks(EXAMPLES / name, cwd=tmp_path)
     assert re.search(PRINTED[name], output), output
 
@@ -120,34 +129,52 @@ def test_the_example_for_torchrun_trains(tmp_path: Path) -> None:
     assert re.search(PRINTED["minimal.py"], output), output
 
 
-def test_a_configuration_file_sets_every_option_and_is_printed_as_it_was_read(
-    tmp_path: Path,
-) -> None:
-    """LightningCLI reads strategy, plugin and callbacks from YAML, and prints a
-    configuration that it can read.
+class CliRun(NamedTuple):
+    """A run of ``cli.py``: its directory, and the output of all ranks."""
+
+    directory: Path
+    output: str
+
+
+@pytest.fixture(scope="module")
+def cli_run(tmp_path_factory: pytest.TempPathFactory) -> CliRun:
+    """Have LightningCLI print a configuration, and train with the printed one, and with two
+    options of the command line.
     """
-    config = EXAMPLES / "config.yaml"
-    printed = tmp_path / "printed.yaml"
-    argv = ("fit", "--config", str(config), "--print_config")
-    printed.write_text(run_on_ranks(EXAMPLES / "cli.py", *argv, cwd=tmp_path, world_size=1))
+    directory = tmp_path_factory.mktemp("cli")
+    script = EXAMPLES / "cli.py"
+    to_print = ("fit", "--config", str(EXAMPLES / "config.yaml"), "--print_config")
+    printed = directory / "printed.yaml"
+    printed.write_text(run_on_ranks(script, *to_print, cwd=directory, world_size=1))
     strategy = "--trainer.strategy.init_args"
     options = (
         f"{strategy}.init_method",
-        f"file://{tmp_path}/rank0",
+        f"file://{directory}/rank0",
         f"{strategy}.find_unused_parameters",
         "true",
     )
-    output = run_on_ranks(
-        EXAMPLES / "cli.py", "fit", "--config", str(printed), *options, cwd=tmp_path
-    )
-    assert f"process group: gloo, 2 ranks, file://{tmp_path}/rank0" in output
-    assert "SyncBatchNorm: 1 of 1 layers, statistics over 2 ranks" in output
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+    output = run_on_ranks(script, "fit", "--config", str(printed), *options, cwd=directory)
+    return CliRun(directory, output)
+
+
+def test_options_of_the_command_line_reach_the_strategy(cli_run: CliRun) -> None:
+    """LightningCLI takes the strategy's own arguments and those of DDP."""
+    assert f"process group: gloo, 2 ranks, file://{cli_run.directory}/rank0" in cli_run.output
+    assert "find_unused_parameters=True was specified in DDP constructor" in cli_run.output
+
+
+def test_a_configuration_file_sets_every_option_and_is_printed_as_it_was_read(
+    cli_run: CliRun,
+) -> None:
+    """LightningCLI reads strategy, plugin and callbacks from YAML, and the configuration
+    that it prints sets them as well.
+    """
+    assert "SyncBatchNorm: 1 of 1 layers, statistics over 2 ranks" in cli_run.output
+    assert sorted(path.name for path in (cli_run.directory / "checkpoints").iterdir()) == [
         "best.ckpt",
         "last.ckpt",
     ]
-    assert "resume_data: exact" in (tmp_path / "config.yaml").read_text()
-    assert "find_unused_parameters=True was specified in DDP constructor" in output
+    assert "resume_data: exact" in (cli_run.directory / "config.yaml").read_text()
 
 
 @pytest.mark.nightly

@@ -10,9 +10,7 @@ from unittest.mock import patch
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import RankZeroCheckpointIO
@@ -52,7 +50,7 @@ class Kill:
         if self.by == "error":
             raise ValueError("this rank fails")
         if self.by == "other call":
-            dist.all_reduce(torch.zeros(77))
+            torch.distributed.all_reduce(torch.zeros(77))
         os.kill(os.getpid(), signal.SIGTERM if self.by == "sigterm" else signal.SIGKILL)
 
 
@@ -135,7 +133,7 @@ class FinishedSteps(L.Callback):
     on_validation_start = on_train_batch_end = on_before_zero_grad
 
 
-def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, Tensor]:
+def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, torch.Tensor]:
     """Train from the newest checkpoint on, with another seed; return the final weights and
     the number of steps that loggers count.
     """

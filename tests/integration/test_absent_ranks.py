@@ -13,8 +13,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from lightning_ddp_ext import DDPExtStrategy, RankAbsentError
 from tests.harness import ranks, training
@@ -91,8 +89,7 @@ def test_a_save_on_rank_0_after_fit_writes_the_file(
 
 def exit_on_rank_0_after_a_barrier(rank: int, world_size: int, directory: Path) -> None:
     """Enter a barrier; rank 0 then ends its process without any clean-up."""
-    trainer = training.fit("ours", directory, training.Net(), max_epochs=1)
-    trainer.strategy.barrier("end")
+    training.fit("ours", directory, training.Net(), max_epochs=1).strategy.barrier("end")
     if rank == 0:
         os._exit(0)
 
@@ -144,7 +141,7 @@ class WaitsInSecondStep(training.Net):
         self.late_rank = late_rank
         self.call = call
 
-    def training_step(self, batch: Any, index: int) -> Tensor:
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
         if index == 1:
             ranks.hold("in step")
             training.limit_collectives(TIMEOUT)
@@ -160,7 +157,7 @@ def enter_barrier(trainer: L.Trainer) -> None:
 
 
 def reduce_ones(trainer: L.Trainer) -> None:
-    dist.all_reduce(torch.ones(1))
+    torch.distributed.all_reduce(torch.ones(1))
 
 
 def fit(rank: int, world_size: int, url: str, model: training.Net, backend: str) -> None:

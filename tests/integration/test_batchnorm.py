@@ -172,8 +172,9 @@ def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     first, second = training.on_ranks("ours", learn, tmp_path, list(FEATURES))
     training.assert_same(first, second)
     for name, feature in FEATURES.items():
-        tolerances = {"rtol": feature.tolerance, "atol": feature.tolerance}
-        torch.testing.assert_close({name: first[name]}, {name: alone[name]}, **tolerances)
+        torch.testing.assert_close(
+            {name: first[name]}, {name: alone[name]}, rtol=feature.tolerance, atol=feature.tolerance
+        )
     stock, _ = training.on_ranks("stock", learn, tmp_path, ["nothing"])
     torch.testing.assert_close(stock["nothing"], alone["nothing"], rtol=1e-9, atol=1e-9)
 
@@ -190,8 +191,9 @@ def resume(kind: training.Kind, directory: Path, is_by_flag: bool) -> dict[str, 
 
     def fit(model: Joint, ckpt_path: Path | None = None) -> L.Trainer:
         callbacks = [save] if is_by_flag else [save, SyncBatchNormConversion()]
-        options = {"sync_batchnorm": is_by_flag, "ckpt_path": ckpt_path}
-        return training.fit(kind, directory, model, *callbacks, **options)
+        return training.fit(
+            kind, directory, model, *callbacks, sync_batchnorm=is_by_flag, ckpt_path=ckpt_path
+        )
 
     whole = Joint()
     fit(whole)

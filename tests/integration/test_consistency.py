@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from lightning_ddp_ext import ConfigurationError, DivergenceError, RankConsistency
@@ -35,7 +34,7 @@ MOMENTUM = "optimizer 0: momentum_buffer of layers.3.weight"
 
 
 @torch.no_grad()
-def flip_bit(tensor: Tensor) -> None:
+def flip_bit(tensor: torch.Tensor) -> None:
     """Flip a bit of one element."""
     tensor.view(torch.uint8).view(-1)[0] ^= 1
 
@@ -139,8 +138,7 @@ def test_a_difference_is_found(
     tmp_path: Path,
 ) -> None:
     """Every rank raises an error at the next check, which names the tensor."""
-    errors = on_ranks(kind, train, tmp_path, change, every_n_steps, options)
-    for error in errors:
+    for error in on_ranks(kind, train, tmp_path, change, every_n_steps, options):
         assert str(error).startswith(f"the ranks differ {moment}: rank 1 in {tensor} (")
 
 
@@ -177,10 +175,11 @@ def average(kind: Kind, directory: Path) -> str:
         "ddp_comm_state": PostLocalSGDState(None, None, 2),
         "model_averaging_period": 2,
     }
-    error = raised(
-        ConfigurationError, fit, kind, directory, Net(), RankConsistency(), strategy=averaging
+    return str(
+        raised(
+            ConfigurationError, fit, kind, directory, Net(), RankConsistency(), strategy=averaging
+        )
     )
-    return str(error)
 
 
 def test_models_that_are_averaged_are_refused(tmp_path: Path) -> None:
@@ -208,7 +207,7 @@ DTYPES = [
 CHUNK = 32 * 1024
 
 
-def content(dtype: torch.dtype, size: int) -> Tensor:
+def content(dtype: torch.dtype, size: int) -> torch.Tensor:
     """Random bits, NaN among them."""
     data = random.Random(0).randbytes(size * torch.empty(0, dtype=dtype).element_size())
     return torch.frombuffer(bytearray(data), dtype=dtype)

@@ -119,9 +119,8 @@ def test_a_static_graph_whose_first_step_accumulates_is_refused(
     callbacks: list[L.Callback], options: dict[str, Any], tmp_path: Path
 ) -> None:
     """The error comes before the first step, with both remedies; torch's would be internal."""
-    strategy = {"static_graph": True}
     for outcome in training.fit_on(
-        2, tmp_path, training.Net(), *callbacks, strategy=strategy, **options
+        2, tmp_path, training.Net(), *callbacks, strategy={"static_graph": True}, **options
     ):
         assert message_of(outcome, ConfigurationError).startswith(
             "static_graph=True needs a first step of one batch (got 2, by accumulate_grad_batches);"
@@ -132,9 +131,11 @@ def test_a_static_graph_whose_first_step_accumulates_is_refused(
 
 def test_a_static_graph_may_accumulate_from_the_second_epoch(tmp_path: Path) -> None:
     """This is the remedy that the error names."""
-    strategy = {"static_graph": True}
-    scheduler = schedule_accumulation(1)
-    output_of_all(training.fit_on(2, tmp_path, training.Net(), scheduler, strategy=strategy))
+    output_of_all(
+        training.fit_on(
+            2, tmp_path, training.Net(), schedule_accumulation(1), strategy={"static_graph": True}
+        )
+    )
 
 
 # Frozen parameters.

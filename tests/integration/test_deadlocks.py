@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
-from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -83,7 +82,7 @@ class EndsEpochOnRank1(training.Plain):
 class LogsOnRank0(training.Plain):
     """Only rank 0 logs a value, which a callback monitors."""
 
-    def training_step(self, batch: training.Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> torch.Tensor:
         if self.global_rank == 0:
             self.log("on_rank_0", 1.0, rank_zero_only=True)
         return super().training_step(batch, index)
@@ -191,8 +190,7 @@ def test_ranks_in_different_calls_are_named(run: Run, sentence: str, tmp_path: P
     timeout.
     """
     for outcome in ranks.launch_ranks(fit, 2, tmp_path, run):
-        message = ranks.message_of(outcome, RankAbsentError)
-        assert re.search(sentence, message), outcome.story()
+        assert re.search(sentence, ranks.message_of(outcome, RankAbsentError)), outcome.story()
 
 
 def test_a_deadlock_is_named_while_a_rank_that_is_not_in_it_works(tmp_path: Path) -> None:

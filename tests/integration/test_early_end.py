@@ -14,23 +14,28 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from tests.harness import ranks, training
-from tests.integration import early_ends
-from tests.integration.early_ends import FaultyIO, Kill, Net, Plan
+from tests.integration.early_ends import (
+    STOP_CHECKPOINT,
+    FaultyIO,
+    Kill,
+    Net,
+    Plan,
+    saved_step,
+    train,
+)
 
 # Steps before the kills; a survivor may also finish the step in which another rank dies.
 FINISHED = 5
-IN_SIXTH_STEP = Kill("on_after_backward", earlier=FINISHED)
-RANK_ZERO_IN_SIXTH_STEP = Kill("on_after_backward", earlier=FINISHED, ranks=[0])
+KILL_RANK_0 = Kill("on_after_backward", earlier=FINISHED, ranks=[0])
+KILL_RANK_1 = Kill("on_after_backward", earlier=FINISHED, ranks=[1])
 
 
-# Where the file is.
+# The next run finds the survivor's file.
 
 
 def train_with_own_names(rank: int, world_size: int, directory: Path, kill: Kill | None) -> int:
@@ -58,18 +63,22 @@ def test_rank_zero_finds_the_file_of_any_survivor(tmp_path: Path) -> None:
     """The next run continues from the file that rank 1 saved, although rank 1 had another
     command line and log directory.
     """
-    ranks.launch_ranks(train_with_own_names, 2, tmp_path, RANK_ZERO_IN_SIXTH_STEP)
-    starts = ranks.run_ranks(train_with_own_names, 2, tmp_path, None)
-    assert min(starts) >= FINISHED
+    ranks.launch_ranks(train_with_own_names, 2, tmp_path, KILL_RANK_0)
+    assert min(ranks.run_ranks(train_with_own_names, 2, tmp_path, None)) >= FINISHED
+
+
+# A run that does not use the file keeps it.
 
 
 def test_a_run_that_resumes_from_another_file_keeps_the_last_step(tmp_path: Path) -> None:
-    """A survivor's stop checkpoint is removed only by a run that found it by ``"last"``."""
-    ranks.run_ranks(early_ends.train, 2, Plan(trainer={"max_epochs": 1}), tmp_path)
+    """Rank 0's stop checkpoint, saved when rank 1 dies, is removed only by a run that found
+    it by ``"last"``.
+    """
+    ranks.run_ranks(train, 2, Plan(trainer={"max_epochs": 1}), tmp_path)
     [older] = tmp_path.glob("*.ckpt")
-    ranks.launch_ranks(early_ends.train, 2, Plan(IN_SIXTH_STEP), tmp_path)
-    ranks.run_ranks(early_ends.train, 2, Plan(trainer={"max_epochs": 2}, ckpt_path=older), tmp_path)
-    assert list(tmp_path.rglob(early_ends.STOP_CHECKPOINT))
+    ranks.launch_ranks(train, 2, Plan(KILL_RANK_1), tmp_path)
+    ranks.run_ranks(train, 2, Plan(trainer={"max_epochs": 2}, ckpt_path=older), tmp_path)
+    assert list(tmp_path.rglob(STOP_CHECKPOINT))
 
 
 # Faults while a survivor saves.
@@ -92,9 +101,9 @@ def kill_first(marker: Path) -> None:
 
 
 class SlowInSixthStep(Net):
-    """Waits on rank 0, which survives, before the sixth step's backward pass."""
+    """Waits before the sixth step's backward pass on rank 0, while rank 1 dies there."""
 
-    def on_before_backward(self, loss: Tensor) -> None:
+    def on_before_backward(self, loss: torch.Tensor) -> None:
         if self.global_step == FINISHED and self.global_rank == 0:
             wait_long()
 
@@ -105,21 +114,24 @@ def test_the_launching_process_lets_a_survivor_save(start_method: str, tmp_path:
     cause.
     """
     strategy = {"start_method": start_method, "checkpoint_io": FaultyIO(wait_long)}
-    kill = Kill("on_before_backward", earlier=FINISHED)
-    plan = Plan(kill, strategy=strategy, model=SlowInSixthStep)
-    [outcome] = ranks.launch_ranks(early_ends.train, 1, plan, tmp_path)
+    kill_rank_1 = Kill("on_before_backward", earlier=FINISHED)
+    plan = Plan(kill_rank_1, strategy=strategy, model=SlowInSixthStep)
+    [outcome] = ranks.launch_ranks(train, 1, plan, tmp_path)
     assert "RankDiedError: local rank 1 " in outcome.output, outcome.story()
-    assert early_ends.saved_step(tmp_path) >= FINISHED
+    assert saved_step(tmp_path) >= FINISHED
 
 
 def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path) -> None:
-    """The kernel releases the lock of the rank that was killed while it saved."""
-    io = FaultyIO(partial(kill_first, tmp_path / "killed"))
-    plan = Plan(RANK_ZERO_IN_SIXTH_STEP, strategy={"checkpoint_io": io})
-    outcomes = ranks.launch_ranks(early_ends.train, 3, plan, tmp_path)
+    """After rank 0's death, rank 1 or 2 is killed while it saves. The kernel releases its
+    lock, and the last rank saves.
+    """
+    plan = Plan(
+        KILL_RANK_0, strategy={"checkpoint_io": FaultyIO(partial(kill_first, tmp_path / "killed"))}
+    )
+    outcomes = ranks.launch_ranks(train, 3, plan, tmp_path)
     exit_codes = sorted(outcome.exit_code for outcome in outcomes)
     assert exit_codes == [-signal.SIGKILL, -signal.SIGKILL, 1], ranks.stories(outcomes)
-    assert early_ends.saved_step(tmp_path) >= FINISHED
+    assert saved_step(tmp_path) >= FINISHED
 
 
 @pytest.mark.parametrize(
@@ -134,13 +146,13 @@ def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path)
 def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(
     fault: Callable[[], None], save_deadline: int, report: str, tmp_path: Path
 ) -> None:
-    """The survivor also names the rank that died."""
+    """Rank 0, which cannot save, also names rank 1, which died."""
     strategy = {"save_deadline": save_deadline, "checkpoint_io": FaultyIO(fault)}
-    survivor, _ = ranks.launch_ranks(early_ends.train, 2, Plan(IN_SIXTH_STEP, strategy), tmp_path)
+    survivor, _ = ranks.launch_ranks(train, 2, Plan(KILL_RANK_1, strategy), tmp_path)
     assert survivor.exit_code == 1
     assert report in survivor.output, survivor.story()
     assert "RankDiedError: rank 1 " in survivor.output
-    assert not list(tmp_path.rglob(early_ends.STOP_CHECKPOINT))
+    assert not list(tmp_path.rglob(STOP_CHECKPOINT))
 
 
 # Runs whose weights may not be those of the last finished step.
@@ -160,9 +172,9 @@ class InStep(Net):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
-        if self.global_step == 5 and self.global_rank == 1:
-            Kill("").end_process()
-        dist.all_reduce(torch.zeros(1))
+        if self.global_step == FINISHED and self.global_rank == 1:
+            training.die()
+        torch.distributed.all_reduce(torch.zeros(1))
 
 
 class Exploding(Net):
@@ -175,37 +187,45 @@ class Exploding(Net):
 
 
 THIRD_STEP = Kill("on_after_backward", earlier=2)
-EIGHTH_CALL = Kill("on_after_backward", earlier=7)  # in the third step of three calls each
 # Options of the strategy with which ranks train apart, and average their models.
 MODEL_AVERAGING = {
     "ddp_comm_state": PostLocalSGDState(None, None, 2),
     "model_averaging_period": 2,
 }
-# A run whose rank 1 ends, and the reason that its survivor prints.
+# A run in which rank 1 dies, and the reason that rank 0 prints for not saving.
 REFUSED = {
+    # The eighth call is the second one of the third step, after the first change.
     "several calls of the closure": (
-        Plan(EIGHTH_CALL, model=SeveralClosures),
+        Plan(Kill("on_after_backward", earlier=7), model=SeveralClosures),
         "had started to change the weights",
     ),
+    # The weights have changed, but the step has not ended.
     "a collective after the step": (Plan(model=InStep), "had started to change the weights"),
+    # The dead rank had a part of the state.
     "a sharded optimiser": (
         Plan(THIRD_STEP, model=training.Sharded),
         "shard of the optimiser's state",
     ),
+    # In a validation the model has the averaged weights.
     "averaged weights in validation": (
         Plan(Kill("on_validation_batch_start", earlier=1), callbacks=[WeightAveraging()]),
         "swapped the weights",
     ),
+    # A run from such weights could only go on with them.
     "infinite weights": (
-        Plan(Kill("on_before_backward", earlier=5), model=Exploding),
+        Plan(Kill("on_before_backward", earlier=FINISHED), model=Exploding),
         "not finite",
     ),
+    # A checkpoint would have nothing that the start does not have.
     "no step": (Plan(Kill("on_before_backward")), "no step has finished since the start"),
+    # Such a run saves nothing.
     "fast_dev_run": (
         Plan(THIRD_STEP, trainer={"fast_dev_run": 5, "limit_train_batches": 5}),
         "fast_dev_run",
     ),
+    # Between two averagings, each rank has other weights.
     "local steps": (Plan(THIRD_STEP, strategy=MODEL_AVERAGING), "model_averaging_period"),
+    # A resumed run would not continue with the next step.
     "stock's resume": (
         Plan(THIRD_STEP, strategy={"resume_data": "stock"}),
         'resume_data="stock"',
@@ -217,11 +237,11 @@ REFUSED = {
 def test_a_survivor_does_not_save_a_checkpoint_that_could_be_wrong(
     plan: Plan, reason: str, tmp_path: Path
 ) -> None:
-    """The survivor prints the reason next to the error that names the dead rank."""
-    survivor, _ = ranks.launch_ranks(early_ends.train, 2, plan, tmp_path)
+    """Rank 0 prints the reason next to the error that names rank 1, which died."""
+    survivor, _ = ranks.launch_ranks(train, 2, plan, tmp_path)
     assert survivor.exit_code == 1
     _, refusal, rest = survivor.output.partition("this rank did not save the last step: ")
     assert refusal, survivor.story()
     assert reason in rest.splitlines()[0]
     assert "RankDiedError: rank 1 " in survivor.output
-    assert not list(tmp_path.rglob(early_ends.STOP_CHECKPOINT))
+    assert not list(tmp_path.rglob(STOP_CHECKPOINT))

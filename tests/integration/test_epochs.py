@@ -27,7 +27,6 @@ from torch.utils.data import (
 from lightning_ddp_ext import SamplerEpochSeeding
 from tests.harness.training import KINDS, Kind, fit, on_both, on_ranks
 from tests.integration import continuing
-from tests.integration.continuing import KEPT, Numbers
 
 Epochs = dict[int, set[int]]  # the numbers that are read in each epoch
 
@@ -41,7 +40,7 @@ class TakesEpoch:
         self.epoch = epoch
 
 
-class Samples(TakesEpoch, Numbers):
+class Samples(TakesEpoch, continuing.Numbers):
     """Samples, each of which is the epoch."""
 
     def __getitem__(self, index: int) -> Tensor:
@@ -110,16 +109,18 @@ class OwnLoader(TakesEpoch):
 
 def kept_stream() -> DataLoader[Any]:
     """Return a loader with a persistent worker."""
-    return DataLoader(Stream(), 2, **KEPT)
+    return DataLoader(Stream(), 2, **continuing.KEPT)
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
-    "a sampler in a sampler": lambda: DataLoader(Numbers(4), 2, sampler=Around(EpochSampler())),
+    "a sampler in a sampler": lambda: DataLoader(
+        continuing.Numbers(4), 2, sampler=Around(EpochSampler())
+    ),
     "a sampler in one that Lightning sets": lambda: DataLoader(
-        Numbers(4), 2, sampler=Keeping(EpochSampler())
+        continuing.Numbers(4), 2, sampler=Keeping(EpochSampler())
     ),
     "a batch sampler in another, workers": lambda: DataLoader(
-        Numbers(4), batch_sampler=Around(EpochBatchSampler()), **KEPT
+        continuing.Numbers(4), batch_sampler=Around(EpochBatchSampler()), **continuing.KEPT
     ),
     "a stream, persistent workers": kept_stream,
     "several loaders": lambda: CombinedLoader(
@@ -128,7 +129,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "a dataset in others": lambda: DataLoader(ConcatDataset([Subset(Samples(4), range(4))]), 2),
     "a loader that is not a DataLoader": OwnLoader,
     "a worker_init_fn of the user's": lambda: DataLoader(
-        Stream(samples=0), 2, worker_init_fn=fill_stream, **KEPT
+        Stream(samples=0), 2, worker_init_fn=fill_stream, **continuing.KEPT
     ),
 }
 
@@ -186,8 +187,8 @@ class Validated(continuing.Net):
 
     def val_dataloader(self) -> Any:
         return [
-            DataLoader(Samples(4), 2, **KEPT),
-            DataLoader(Numbers(4), batch_sampler=EpochBatchSampler()),
+            DataLoader(Samples(4), 2, **continuing.KEPT),
+            DataLoader(continuing.Numbers(4), batch_sampler=EpochBatchSampler()),
         ]
 
     def validation_step(self, batch: Tensor, index: int, dataloader_idx: int = 0) -> None:
@@ -235,8 +236,8 @@ class Counting(Sampler[Any]):
 
 def count_calls(kind: Kind, directory: Path) -> continuing.Batches:
     """Read a batch sampler that starts again within each epoch, beside a longer loader."""
-    counting = DataLoader(Numbers(4), batch_sampler=Counting(is_in_batch=True))
-    longer = DataLoader(Numbers(10), batch_size=1)
+    counting = DataLoader(continuing.Numbers(4), batch_sampler=Counting(is_in_batch=True))
+    longer = DataLoader(continuing.Numbers(10), batch_size=1)
     return continuing.read(
         kind,
         directory,
@@ -259,7 +260,7 @@ def count_calls_of_divided(kind: Kind, directory: Path) -> list[int]:
     for sampler in counting:
         name = "batch_sampler" if sampler.is_in_batch else "sampler"
         options: Any = {name: sampler}
-        continuing.read(kind, directory, partial(DataLoader, Numbers(9), **options))
+        continuing.read(kind, directory, partial(DataLoader, continuing.Numbers(9), **options))
     return [sampler.times_set for sampler in counting]
 
 
@@ -271,7 +272,7 @@ def test_a_sampler_that_is_divided_gets_each_epoch_once(tmp_path: Path) -> None:
 # What users or Lightning set.
 
 
-class Levels(Numbers):
+class Levels(continuing.Numbers):
     """Has a ``set_epoch`` with two arguments, which only its user can call."""
 
     def set_epoch(self, epoch: int, level: float) -> None:
@@ -296,7 +297,7 @@ class Module(Refusing, L.LightningModule):
     """Has the method, and must not get an epoch either."""
 
 
-class Holder(Numbers):
+class Holder(continuing.Numbers):
     """Holds objects that get no epoch: modules, Trainers and what is in them, classes, and
     false claims of a method.
     """
@@ -335,10 +336,15 @@ class ReadsInHooks(L.Callback):
 # Training loaders, and the callbacks beside them.
 CASES: dict[str, tuple[Callable[[], DataLoader[Any]], Sequence[L.Callback]]] = {
     "a sampler that the user sets": (
-        lambda: DataLoader(Numbers(8), 2, sampler=DistributedSampler(range(8), 2, seed=1)),
+        lambda: DataLoader(
+            continuing.Numbers(8), 2, sampler=DistributedSampler(range(8), 2, seed=1)
+        ),
         [SetsEpoch()],
     ),
-    "a sampler that Lightning sets": (lambda: DataLoader(Numbers(4), 2, sampler=Counting()), []),
+    "a sampler that Lightning sets": (
+        lambda: DataLoader(continuing.Numbers(4), 2, sampler=Counting()),
+        [],
+    ),
     "a dataset that takes two numbers": (lambda: DataLoader(Levels(4), 2), []),
     "a dataset of other objects": (lambda: DataLoader(Holder(), 2), []),
 }
@@ -372,7 +378,7 @@ SAMPLES = 4
 GENERATORS = 3
 
 
-class Chance(Numbers):
+class Chance(continuing.Numbers):
     """Samples of one random number from each of the three generators."""
 
     def __getitem__(self, index: int) -> Tensor:
@@ -389,8 +395,9 @@ def draw(kind: Kind, directory: Path, workers: int) -> list[list[set[int]]]:
     for start, seed in enumerate((5, 5, 6)):
         torch.manual_seed(start)  # what the run would draw without the callback
         make = partial(DataLoader, Chance(SAMPLES), 2, **options)
-        seeding = SamplerEpochSeeding(seed=seed)
-        read = continuing.read(kind, directory, make, [seeding], use_distributed_sampler=False)
+        read = continuing.read(
+            kind, directory, make, [SamplerEpochSeeding(seed=seed)], use_distributed_sampler=False
+        )
         drawn.append([set().union(*batches) for batches in read.values()])
     return drawn
 

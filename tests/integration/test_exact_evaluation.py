@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -282,7 +281,7 @@ class Collects(L.LightningModule):
         log = partial(self.log, batch_size=len(x))
         for name, (function, options) in LOGGED.items():
             log(name, function(x, label), sync_dist=True, **options)
-        log("in a group", x.mean(), sync_dist=True, sync_dist_group=dist.group.WORLD)
+        log("in a group", x.mean(), sync_dist=True, sync_dist_group=torch.distributed.group.WORLD)
         log("own", x.mean())
 
     def on_validation_epoch_end(self) -> None:
@@ -463,8 +462,7 @@ def divide(rank: int, world_size: int, directory: Path) -> tuple[Any, list[list[
     trainer = undivided_trainer(world_size, directory)
     trainer.validate(model, loaders, verbose=False)
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    sizes = [[len(batch) for batch in batches] for batches in model.samples.values()]
-    return logged, sizes
+    return logged, [[len(batch) for batch in batches] for batches in model.samples.values()]
 
 
 def test_ranks_with_different_numbers_of_batches_log_what_one_process_logs(

@@ -9,7 +9,6 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -94,7 +93,7 @@ CASES = {
     "a sampler that repeats": Case(
         lambda rank: loader(5, sampler=DistributedSampler(range(5), 2, rank, shuffle=False)),
         gathered=torch.tensor([0.0, 11.0, 20.0, 31.0, 40.0]),
-        predict=lambda x: x * 10 + dist.get_rank(),
+        predict=lambda x: x * 10 + torch.distributed.get_rank(),
     ),
     "one batch of a rank": Case(
         lambda rank: loader(7),

@@ -1,7 +1,9 @@
 """The process that starts the ranks: its Trainers, its variables, and its results."""
 
+import itertools
 import json
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import pytest
 
@@ -14,8 +16,8 @@ pytestmark = pytest.mark.lowest
 
 SEED = "5"
 TRAINERS = ("first", "second", "stock", "stock with callbacks")
-# Each process reports its state at its start ("start"), in a step of each Trainer ("in
-# first"), and after each training ("first").
+# Trains with each of these Trainers. Both processes run it, and print a ``Report`` at each
+# moment.
 SCRIPT = """
     import copy
     import json
@@ -27,10 +29,12 @@ SCRIPT = """
     import lightning as L
     import torch
 
+    from tests.harness.scripts import print_line
     from tests.harness.training import At, Net, make_trainer, weights
 
     LIBRARIES = ("lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics")
-    VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    VARIABLES = (*RANK_VARIABLES, "PL_GLOBAL_SEED")
     KINDS = (FunctionType, type, property, classmethod, staticmethod)
 
 
@@ -52,7 +56,7 @@ SCRIPT = """
         return {f"{name}.{key}": value for key, value in items if isinstance(value, KINDS)}
 
 
-    def changed(before):
+    def replaced_since(before):
         now = definitions()
         return sorted(name for name, value in before.items() if now.get(name) is not value)
 
@@ -62,42 +66,34 @@ SCRIPT = """
     import lightning_ddp_ext as ddpx
 
 
-    def report(what, **facts):
-        facts = {"what": what, "other definitions": changed(BEFORE), **facts}
-        sys.stdout.write(json.dumps(facts) + "\\n")
-        sys.stdout.flush()
+    def report(moment, trainer, rank, **facts):
+        facts |= {"moment": moment, "trainer": trainer, "rank": rank}
+        facts["replaced"] = replaced_since(BEFORE)
+        facts["environment"] = {name: os.environ.get(name) for name in VARIABLES}
+        print_line(json.dumps(facts))
 
 
-    def report_step(what, trainer):
-        variables = {name: os.environ.get(name) for name in VARIABLES}
-        report(f"in {what}", rank=trainer.global_rank, **variables)
-
-
-    def train(what, strategy, *callbacks, **options):
+    def train(name, strategy, *callbacks, **options):
         L.seed_everything(int(sys.argv[1]))
         before = dict(os.environ)
         model = Net()
-        in_step = At("on_train_batch_start", lambda trainer: report_step(what, trainer))
+        in_step = At(
+            "on_train_batch_start", lambda trainer: report("step", name, trainer.global_rank)
+        )
         trainer = make_trainer(strategy, callbacks=[in_step, *callbacks], **options)
         trainer.fit(model)
-        names = {name for name, _ in before.items() ^ dict(os.environ).items()}
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        sums = {name: value.double().sum().item().hex() for name, value in weights(model).items()}
         report(
-            what,
-            rank=trainer.global_rank,
-            changed=sorted(names),
-            weights=sums,
-            metrics=metrics,
+            "end",
+            name,
+            trainer.global_rank,
+            changed=sorted({name for name, _ in before.items() ^ dict(os.environ).items()}),
+            metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
+            weights={name: x.double().sum().item().hex() for name, x in weights(model).items()},
         )
 
 
     if __name__ == "__main__":
-        report(
-            "start",
-            rank=os.environ.get("LOCAL_RANK", 0),
-            seed=os.environ.get("PL_GLOBAL_SEED"),
-        )
+        report("start", "", int(os.environ.get("LOCAL_RANK", 0)))
         train("first", "ddp_ext")
         ours = [
             ddpx.SyncBatchNormConversion(),
@@ -111,73 +107,102 @@ SCRIPT = """
 """
 
 
+class Report(NamedTuple):
+    """The state of one process at a moment of the script.
+
+    Attributes:
+        moment: the "start" of the script, a "step" of a Trainer, or the "end" of its
+            training.
+        trainer: the Trainer's name; empty at the start.
+        rank: the process's rank; the launching process is rank 0.
+        replaced: the definitions of Lightning and torch that are others than before the
+            import of this package.
+        environment: some variables.
+        changed: the variables that the training has changed; given at its end, as are the
+            metrics and the sum of each weight.
+    """
+
+    moment: str
+    trainer: str
+    rank: int
+    replaced: list[str]
+    environment: dict[str, str | None]
+    changed: Sequence[str] = ()
+    metrics: Mapping[str, float] = {}
+    weights: Mapping[str, str] = {}
+
+
 @pytest.fixture(scope="module")
-def script() -> str:
-    """Return the output of the script; the user has exported ``RANK`` and ``DDPX_INIT_METHOD``."""
+def reports() -> list[Report]:
+    """Run the script, after the user has exported ``RANK`` and ``DDPX_INIT_METHOD``."""
     url = f"tcp://127.0.0.1:{free_port()}"
-    env = {"RANK": "0", "OMP_NUM_THREADS": None, "DDPX_INIT_METHOD": url}
-    output = run_script(SCRIPT, SEED, env=env)
+    output = run_script(
+        SCRIPT, SEED, env={"RANK": "0", "OMP_NUM_THREADS": None, "DDPX_INIT_METHOD": url}
+    )
     formed = f"process group: gloo, 2 ranks, {url}\n"
     assert output.count(formed) == 1, "the ranks connect once, for all Trainers"
-    return output
+    return [Report(**json.loads(line)) for line in output.splitlines() if line.startswith("{")]
 
 
-def reports(script: str, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the launching process and rank 1 reported at a point."""
-    lines = [json.loads(line) for line in script.splitlines() if line.startswith("{")]
-    at_point = [report for report in lines if report["what"] == what]
-    on_rank_0, on_rank_1 = sorted(at_point, key=lambda report: int(report["rank"]))
-    return on_rank_0, on_rank_1
+def on_both_ranks(reports: list[Report], moment: str, trainer: str = "") -> list[Report]:
+    """Return the reports of the launching process and of rank 1, in this order."""
+    found = [report for report in reports if (report.moment, report.trainer) == (moment, trainer)]
+    return sorted(found, key=lambda report: report.rank)
 
 
-def test_all_trainers_of_a_script_use_the_same_ranks(script: str) -> None:
+def test_all_trainers_of_a_script_use_the_same_ranks(reports: list[Report]) -> None:
     """The ranks start once, and stock Trainers train on them as well."""
-    for what in TRAINERS:
-        on_rank_0, on_rank_1 = reports(script, what)
-        assert (on_rank_0["rank"], on_rank_1["rank"]) == (0, 1)
-        assert on_rank_0["metrics"] == on_rank_1["metrics"]
-        assert on_rank_0["weights"] == on_rank_1["weights"]
+    for trainer in TRAINERS:
+        launching, started = on_both_ranks(reports, "end", trainer)
+        assert (launching.rank, started.rank) == (0, 1)
+        assert launching.metrics == started.metrics
+        assert launching.weights == started.weights
 
 
-def test_a_trainer_learns_what_a_stock_one_learns(script: str) -> None:
+def test_a_trainer_learns_what_a_stock_one_learns(reports: list[Report]) -> None:
     """In one script, with the same seed, the weights are equal to the last bit."""
-    (ours, _), (stock, _) = reports(script, "first"), reports(script, "stock")
-    assert ours["weights"] == stock["weights"]
+    ours, _ = on_both_ranks(reports, "end", "first")
+    stock, _ = on_both_ranks(reports, "end", "stock")
+    assert ours.weights == stock.weights
 
 
-def test_a_started_rank_has_the_seed_from_its_first_line_on(script: str) -> None:
+def test_a_started_rank_has_the_seed_from_its_first_line_on(reports: list[Report]) -> None:
     """The seed of the launching process is set before the script runs again."""
-    on_rank_0, on_rank_1 = reports(script, "start")
-    assert (on_rank_0["seed"], on_rank_1["seed"]) == (None, SEED)
+    seeds = [each.environment["PL_GLOBAL_SEED"] for each in on_both_ranks(reports, "start")]
+    assert seeds == [None, SEED]
 
 
-def test_the_launching_process_keeps_its_environment(script: str) -> None:
+def test_the_launching_process_keeps_its_environment(reports: list[Report]) -> None:
     """After the first run, two variables are new or changed; after the second, none.
 
     Stock's launcher leaves these, and also MASTER_ADDR, MASTER_PORT and NODE_RANK.
     """
-    (first, _), (second, _) = reports(script, "first"), reports(script, "second")
-    assert (first["changed"], second["changed"]) == (["LOCAL_RANK", "OMP_NUM_THREADS"], [])
+    first, _ = on_both_ranks(reports, "end", "first")
+    second, _ = on_both_ranks(reports, "end", "second")
+    assert (first.changed, second.changed) == (["LOCAL_RANK", "OMP_NUM_THREADS"], [])
 
 
-def test_the_launching_process_has_the_variables_of_a_rank(script: str) -> None:
+def test_the_launching_process_has_the_variables_of_a_rank(reports: list[Report]) -> None:
     """In each run, both processes have the variables by which user code divides data; a
     ``RANK`` that the user exports stays, and a started rank does not inherit it.
     """
-    for what in ("in first", "in second"):
-        on_rank_0, on_rank_1 = reports(script, what)
-        assert (on_rank_0["LOCAL_RANK"], on_rank_1["LOCAL_RANK"]) == ("0", "1")
-        assert (on_rank_0["NODE_RANK"], on_rank_0["WORLD_SIZE"]) == ("0", "2")
+    for trainer in ("first", "second"):
+        launching, started = (
+            report.environment for report in on_both_ranks(reports, "step", trainer)
+        )
+        assert (launching["LOCAL_RANK"], started["LOCAL_RANK"]) == ("0", "1")
+        assert (launching["NODE_RANK"], launching["WORLD_SIZE"]) == ("0", "2")
         for name in ("NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            assert on_rank_0[name] == on_rank_1[name] is not None
-        assert (on_rank_0["RANK"], on_rank_1["RANK"]) == ("0", None)
+            assert launching[name] == started[name] is not None
+        assert (launching["RANK"], started["RANK"]) == ("0", None)
 
 
-def test_no_definition_of_lightning_or_torch_changes(script: str) -> None:
+def test_no_definition_of_lightning_or_torch_changes(reports: list[Report]) -> None:
     """This holds after the import, during each run and after it."""
-    for what in ("start", *TRAINERS, *(f"in {trainer}" for trainer in TRAINERS)):
-        for report in reports(script, what):
-            assert report["other definitions"] == []
+    assert [report for report in reports if report.replaced] == []
+    moments = [("start", ""), *itertools.product(("step", "end"), TRAINERS)]
+    reported = sorted((report.moment, report.trainer, report.rank) for report in reports)
+    assert reported == sorted((*moment, rank) for moment in moments for rank in (0, 1))
 
 
 METRIC = "accuracy_of_class_number_"

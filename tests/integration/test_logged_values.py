@@ -1,5 +1,5 @@
 """Ranks that log different values with ``self.log(..., sync_dist=True)`` raise, instead of
-waiting, and others make one collective a step.
+waiting. Ranks that log the same values make one collective a step.
 
 ``test_stock_sweep`` compares the values at every read with stock's.
 """
@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
@@ -23,131 +21,115 @@ from tests.harness.training import (
     Kind,
     Net,
     Streamed,
-    assert_same,
     data,
     fit,
     fit_on,
-    make_strategy,
-    make_trainer,
     on_both,
     on_ranks,
+    raised,
 )
-
-
-def reduce_values(kind: Kind, directory: Path) -> dict[str, Any]:
-    """Reduce values of two ranks, of which rank 0 has the smaller ones."""
-    trainer = make_trainer(make_strategy(kind, directory))
-    trainer.test(Net(), verbose=False)
-    rank = trainer.global_rank
-    reduce: Any = trainer.strategy.reduce
-    in_place = torch.tensor(float(rank))
-    reduce(in_place, reduce_op="mean")
-    reduced = {
-        f"{op}": reduce(torch.tensor([1 + rank, 4]), reduce_op=op)
-        for op in ("mean", "sum", "min", ReduceOp.SUM)
-    }
-    return {
-        **reduced,
-        "in place": in_place,
-        "number": reduce(3.0),
-        "half": reduce(torch.tensor(0.5 * rank, dtype=torch.half)),
-    }
-
-
-@pytest.mark.lowest
-def test_tensors_that_are_not_logged_are_reduced_as_with_stock(tmp_path: Path) -> None:
-    """``Strategy.reduce`` returns what stock's does, and changes the same tensors."""
-    ours, stock = on_both(reduce_values, tmp_path)
-    assert_same(ours, stock)
-
 
 # Ranks that log different values.
 
 A = "training_step.a (mean)"
 B = "training_step.b (mean)"
+NOTHING = "no further value"
 LAST_STEP = 3
+MANY = [*map(str, range(200))]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The names that rank 1 logs from a step on, and the error of all ranks.
+    """Names that only one of two ranks logs, and the error of both.
 
-    Rank 0 logs ``common`` in all steps, and so does rank 1 before.
+    Attributes:
+        rank_1_logs: the names that rank 1 logs in ``first_step`` and later.
+        message: a clause of the error.
+        error: the error's class.
+        first_step: the first step of each epoch in which the ranks differ.
+        both_log: the names that both ranks log before, and rank 0 in all steps.
+        is_of_epoch: whether the names are reduced at the end of an epoch, and not in steps.
     """
 
-    names: list[str]
+    rank_1_logs: list[str]
     message: str
     error: type[DDPExtError] = DivergenceError
     first_step: int = 2
-    common: Sequence[str] = ("a",)
+    both_log: Sequence[str] = ("a",)
     is_of_epoch: bool = False
 
 
-NOTHING = "no further value"
-CASES = {
-    "one more": Difference(["a", "b"], f"rank 0 logged {NOTHING}; rank 1 logged {B}; every rank"),
-    "another": Difference(["b"], f"rank 0 logged {A}; rank 1 logged {B}; every rank"),
+def different(by_rank_0: str, by_rank_1: str) -> str:
+    return (
+        f"rank 0 logged {by_rank_0}; rank 1 logged {by_rank_1}; every rank must log the same"
+        " names in the same order"
+    )
+
+
+DIFFERENCES = {
+    "one more": Difference(["a", "b"], different(NOTHING, B)),
+    "another": Difference(["b"], different(A, B)),
     "nothing": Difference([], f"rank 0 began the reduction of {A}", RankAbsentError, first_step=0),
     "something": Difference(
-        ["a"], f"rank 1 began the reduction of {A}", RankAbsentError, common=()
+        ["a"], f"rank 1 began the reduction of {A}", RankAbsentError, both_log=()
     ),
+    # The error lists the first eight.
     "many": Difference(
-        [f"{number}" for number in range(70)],
-        "training_step.7 (mean) and 62 more; every rank",  # the first eight are listed
+        MANY[:70],
+        different(
+            A, ", ".join(f"training_step.{name} (mean)" for name in MANY[:8]) + " and 62 more"
+        ),
         first_step=0,
     ),
-    "the last of many": Difference(
-        [*map(str, range(200)), "b"],
-        f"rank 0 logged {A}; rank 1 logged {B}; every rank",
-        common=[*map(str, range(200)), "a"],
-    ),
-    "nothing in the last step": Difference(
-        [], f"rank 0 logged {A}; rank 1 logged {NOTHING}", first_step=LAST_STEP
-    ),
-    "another after the epoch": Difference(
-        ["b"], f"rank 0 logged {A}; rank 1 logged {B}", first_step=0, is_of_epoch=True
-    ),
+    "the last of many": Difference([*MANY, "b"], different(A, B), both_log=[*MANY, "a"]),
+    "nothing in the last step": Difference([], different(A, NOTHING), first_step=LAST_STEP),
+    "another after the epoch": Difference(["b"], different(A, B), first_step=0, is_of_epoch=True),
     "one more after the epoch": Difference(
-        ["a", "b"], f"began the reduction of {B}", DDPExtError, first_step=0, is_of_epoch=True
+        ["a", "b"],
+        f"rank 1 began the reduction of {B}",
+        RankAbsentError,
+        first_step=0,
+        is_of_epoch=True,
     ),
 }
 
 
 class Differs(Net):
-    """Logs what a case says."""
+    """Logs the names of a difference."""
 
-    def __init__(self, case: Difference) -> None:
+    def __init__(self, difference: Difference) -> None:
         super().__init__()
-        self.case = case
+        self.difference = difference
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        is_other = self.global_rank == 1 and index >= self.case.first_step
-        on = {"on_step": False, "on_epoch": True} if self.case.is_of_epoch else {}
-        for name in self.case.names if is_other else self.case.common:
-            self.log(name, 1.0, sync_dist=True, **on)
+        differs = self.global_rank == 1 and index >= self.difference.first_step
+        is_of_epoch = self.difference.is_of_epoch
+        for name in self.difference.rank_1_logs if differs else self.difference.both_log:
+            self.log(name, 1.0, sync_dist=True, on_step=not is_of_epoch, on_epoch=is_of_epoch)
         return self.loss(batch)
 
 
-def fail(kind: Kind, directory: Path) -> dict[str, str]:
-    """Return the error of each case, one after another in one process."""
-    messages = dict.fromkeys(CASES, "no error")
-    for name, case in CASES.items():
-        try:
-            fit(kind, directory, Differs(case), limit_val_batches=0)
-        except case.error as error:
-            messages[name] = str(error)
-    return messages
+def messages_of_all(kind: Kind, directory: Path) -> dict[str, str]:
+    """Return the error of each difference. One process has all, because ranks take longer to
+    start than to fail.
+    """
+    return {
+        name: str(
+            raised(difference.error, fit, kind, directory, Differs(difference), limit_val_batches=0)
+        )
+        for name, difference in DIFFERENCES.items()
+    }
 
 
 def test_ranks_that_log_different_values_all_raise(tmp_path: Path) -> None:
     """The error names each rank's values, in a step and at the end of an epoch."""
-    for messages in on_ranks("ours", fail, tmp_path):
-        for name, case in CASES.items():
-            assert case.message in messages[name], name
+    for messages in on_ranks("ours", messages_of_all, tmp_path):
+        for name, difference in DIFFERENCES.items():
+            assert difference.message in messages[name], name
 
 
 class ValidatesMoreSteps(Net):
-    """Rank 0 has one validation step more than rank 1."""
+    """Logs in each validation step, of which rank 0 has three and rank 1 two."""
 
     def validation_step(self, batch: Batch, index: int) -> None:
         self.log("val", self.loss(batch).detach(), on_step=True, on_epoch=True, sync_dist=True)
@@ -159,11 +141,12 @@ class ValidatesMoreSteps(Net):
 def test_a_rank_with_more_validation_steps_is_named(tmp_path: Path) -> None:
     """The error says that the ranks have logged different values."""
     for outcome in fit_on(2, tmp_path, ValidatesMoreSteps(), num_sanity_val_steps=0):
-        error = outcome.failure.message
-        assert "ranks logged different values with sync_dist=True" in error, outcome.story()
+        assert "ranks logged different values with sync_dist=True" in outcome.failure.message, (
+            outcome.story()
+        )
 
 
-# Collectives.
+# Ranks that log the same values.
 
 STEPS = 4  # in an epoch of ``Net`` on two ranks
 VALUES = 10
@@ -180,8 +163,8 @@ class Logs(Net):
     def training_step(self, batch: Batch, index: int) -> Tensor:
         loss = self.loss(batch)
         for number in range(self.values):
-            op = ("mean", "max")[number % 2]
-            self.log(f"{number}", loss, reduce_fx=op, **self.options)
+            reduce_fx = ("mean", "max")[number % 2]
+            self.log(f"{number}", loss, reduce_fx=reduce_fx, **self.options)
         return loss
 
 
@@ -205,13 +188,14 @@ def count_collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
 
 @pytest.mark.nightly
 def test_a_step_makes_one_collective(tmp_path: Path) -> None:
-    """A step with up to 127 values makes one collective, and so does the end of an epoch.
+    """A step with fewer values than a message holds, which are 128, makes one collective, and
+    so does the end of an epoch.
 
     Stock makes a barrier and an all-reduce for each number in both.
     """
     (ours, _), (stock, _) = on_both(count_collectives, tmp_path)
     assert ours["values"] == ours["four times as many"] == {"all_gather": STEPS}
     assert stock["values"] == {"barrier": STEPS * VALUES, "all_reduce": STEPS * VALUES}
-    numbers = VALUES + VALUES // 2  # of a mean also the batch size
+    numbers = VALUES + VALUES // 2  # the batch size of each mean is also reduced
     assert ours["values of epoch"] == {"all_gather": 1}
     assert stock["values of epoch"] == {"barrier": numbers, "all_reduce": numbers}

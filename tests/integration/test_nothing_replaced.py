@@ -129,8 +129,7 @@ def process_state() -> dict[str, Any]:
     handlers = {number.name: signal.getsignal(number) for number in signal.Signals}
     status = Path("/proc/self/status").read_text()
     in_c = dict(re.findall(r"^(Sig(?:Blk|Ign|Cgt)):\t(.*)$", status, re.MULTILINE))
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return {**os.environ, **handlers, **in_c, "files": files}
+    return {**os.environ, **handlers, **in_c, "files": resource.getrlimit(resource.RLIMIT_NOFILE)}
 
 
 def parts_of_run(
@@ -223,8 +222,7 @@ def resources_of_trainers(
         if is_destroyed:
             dist.destroy_process_group()
         gc.collect()
-        descriptors = len(os.listdir("/proc/self/fd"))
-        resources.append((descriptors, len(os.listdir("/proc/self/task"))))
+        resources.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
     return resources
 
 

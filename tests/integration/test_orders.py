@@ -2,7 +2,6 @@
 one draw of a user's sampler.
 """
 
-import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +22,6 @@ from torch.utils.data import (
 
 from tests.harness import training
 from tests.integration import continuing
-from tests.integration.continuing import Numbers
 
 # The default order.
 
@@ -55,6 +53,7 @@ def test_the_default_order_is_stock_lightnings(tmp_path: Path) -> None:
     """Every batch of every epoch is stock's, for any length and batch size. A generator
     continues in the next epoch.
     """
+    # One start of the ranks reads all of them.
     ours, stock = training.on_both(read_in_order, tmp_path)
     assert ours == stock
     assert ours[0]["generator"] == {0: [[0], [1], [2]], 1: [[3], [4], [5]]}
@@ -86,8 +85,10 @@ class Pairs(BatchSampler):
 
 def together(by_rank: list[continuing.Batches]) -> list[list[int]]:
     """Return the samples that all ranks together read in each of two epochs."""
-    epochs = [[batches[epoch] for batches in by_rank] for epoch in (0, 1)]
-    return [[*itertools.chain(*itertools.chain(*epoch))] for epoch in epochs]
+    return [
+        [sample for rank in by_rank for batch in rank[epoch] for sample in batch]
+        for epoch in (0, 1)
+    ]
 
 
 def read_drawn(
@@ -137,8 +138,12 @@ def test_ranks_divide_one_draw_of_a_sampler_per_epoch(tmp_path: Path) -> None:
 def test_ranks_divide_a_draw_with_replacement(tmp_path: Path) -> None:
     """Together they read as many samples as the sampler draws, some of them twice."""
     repeating = RandomSampler(range(DRAWN), replacement=True, num_samples=SOME)
-    batches = continuing.Backwards(repeating, batch_size=2, drop_last=False)
-    loaders = {"alone": {"sampler": repeating}, "batched": {"batch_sampler": batches}}
+    loaders = {
+        "alone": {"sampler": repeating},
+        "batched": {
+            "batch_sampler": continuing.Backwards(repeating, batch_size=2, drop_last=False)
+        },
+    }
     for name, epochs in drawn_together(loaders, tmp_path).items():
         assert [len(epoch) for epoch in epochs] == [SOME, SOME], name
         assert len(set(epochs[0])) < SOME, name
@@ -174,22 +179,25 @@ class PartOfOrder(Sampler[int]):
 
 
 def in_parts() -> DataLoader[Any]:
-    return DataLoader(Numbers(DRAWN), 2, sampler=PartOfOrder())
+    return DataLoader(continuing.Numbers(DRAWN), 2, sampler=PartOfOrder())
 
 
 def by_own_generator() -> DataLoader[Any]:
     """Return a loader whose generator has another seed on each rank."""
     own = torch.Generator().manual_seed(dist.get_rank())
-    return DataLoader(Numbers(DRAWN), 2, shuffle=True, generator=own)
+    return DataLoader(continuing.Numbers(DRAWN), 2, shuffle=True, generator=own)
 
 
 def two_loaders() -> list[DataLoader[Any]]:
+    """Return two loaders, of which each step gets a batch of two samples each."""
     samplers = [WeightedRandomSampler([1.0] * DRAWN, DRAWN) for _ in range(2)]
-    return [DataLoader(Numbers(DRAWN), 2, sampler=sampler) for sampler in samplers]
+    return [DataLoader(continuing.Numbers(DRAWN), 2, sampler=sampler) for sampler in samplers]
 
 
 def read_undivided(kind: training.Kind, directory: Path, make: Any) -> continuing.Batches:
-    """Train with equal states of all ranks' generators but torch's."""
+    """Train with the same seed on all ranks. The generators of Python and NumPy are then in
+    the same state; the model seeds torch's differently.
+    """
     L.seed_everything(7, verbose=False)
     return continuing.read(kind, directory, make, use_distributed_sampler=False)
 
@@ -211,4 +219,6 @@ def test_a_loaders_own_generator_decides_its_order(tmp_path: Path) -> None:
 def test_two_loaders_have_different_orders(tmp_path: Path) -> None:
     """The samples of two loaders without seeds are not drawn in pairs."""
     for batches in training.on_ranks("ours", read_undivided, tmp_path, two_loaders):
-        assert [step[:2] for step in batches[0]] != [step[2:] for step in batches[0]]
+        of_first_loader = [step[:2] for step in batches[0]]
+        of_second_loader = [step[2:] for step in batches[0]]
+        assert of_first_loader != of_second_loader

@@ -61,8 +61,9 @@ def assert_trained_as_without_debugger(
 ) -> None:
     model.stop = None
     undisturbed = training.fit_on(2, directory, model, max_epochs=1)
-    results = [outcome.result for outcome in undisturbed]
-    training.assert_same([outcome.result for outcome in debugged], results)
+    training.assert_same(
+        [outcome.result for outcome in debugged], [outcome.result for outcome in undisturbed]
+    )
 
 
 class Editor:
@@ -132,8 +133,9 @@ def test_torchs_prompt_stops_in_one_rank(tmp_path: Path) -> None:
 
 
 def debug_rank_3(rank: int, world_size: int) -> str:
-    callbacks = [RankDebugger(0), RankDebugger(3)]
-    trainer = training.make_trainer("ddp_ext", devices=1, callbacks=callbacks)
+    trainer = training.make_trainer(
+        "ddp_ext", devices=1, callbacks=[RankDebugger(0), RankDebugger(3)]
+    )
     return str(training.raised(ConfigurationError, trainer.fit, training.Net()))
 
 

@@ -32,8 +32,7 @@ def resumed(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -
     options = {"max_epochs": 2, "devices": int(os.environ["WORLD_SIZE"]), "plugins": plugins}
     trainer = checkpointing.trainer_for(kind, directory, RankZeroCheckpointIO(), **options)
     path = checkpointing.reachable(path, directory, is_mapped=is_mapped)
-    state = checkpointing.fit_from(trainer, path)
-    return {**state, "last step": trainer.global_step}
+    return {**checkpointing.fit_from(trainer, path), "last step": trainer.global_step}
 
 
 @pytest.mark.lowest
@@ -189,8 +188,12 @@ def find_a_rate(side: training.Kind, directory: Path, path: str) -> dict[str, An
     Return the epoch and batch of each step, and the counts at the end.
     """
     finder = LearningRateFinder(num_training_steps=4, update_attr=False)
-    options = {"max_epochs": 2, "default_root_dir": directory}
-    runs = continuing.Training(continuing.shuffled(12), directory, side=side, options=options)
+    runs = continuing.Training(
+        continuing.shuffled(12),
+        directory,
+        side=side,
+        options={"max_epochs": 2, "default_root_dir": directory},
+    )
     run = runs.run(model=Tuned, callbacks=[finder], ckpt_path=path)
     return {"moments": [step.moment for step in run.steps], "counts": run.counts}
 
@@ -246,7 +249,7 @@ FAULTS = [
         lambda path: path.write_text("anything"),
         "is not a checkpoint: its 8 bytes begin with b'anyt'",
     ),
-    Fault(os.unlink, "No such file or directory", "CheckpointError"),
+    Fault(os.unlink, f".ckpt does not exist for rank 0 on host {HOST}", "FileNotFoundError"),
     Fault(
         lambda path: set_entry(path, "hyper_parameters", argparse.Namespace(lr=0.1)),
         "add_safe_globals([argparse.Namespace])",
@@ -280,7 +283,9 @@ def refused(kind: training.Kind, directory: Path, files: list[Path], is_mapped: 
             kind, directory, RankZeroCheckpointIO(weights_only=weights_only)
         )
         options = {"ckpt_path": path, "verbose": False}
-        error = training.raised(CheckpointError, trainer.test, checkpointing.Net(), **options)
+        error = training.raised(
+            (CheckpointError, FileNotFoundError), trainer.test, checkpointing.Net(), **options
+        )
         errors.append(f"{type(error).__name__}: {error}")
     return errors
 
@@ -363,8 +368,14 @@ def run_command(
     begin = training.At("on_train_start", lambda trainer: begun.append(trainer.global_step))
     saver = ModelCheckpoint(kept, save_last=True)
     io = RankZeroCheckpointIO()
-    options = {"max_epochs": EPOCHS, "default_root_dir": directory}
-    trainer = checkpointing.trainer_for(kind, directory, io, [begin, saver, *callbacks], **options)
+    trainer = checkpointing.trainer_for(
+        kind,
+        directory,
+        io,
+        [begin, saver, *callbacks],
+        max_epochs=EPOCHS,
+        default_root_dir=directory,
+    )
     with suppress(SystemExit):
         trainer.fit(checkpointing.Net(), ckpt_path="last")
     return begun[0], trainer.global_step
@@ -444,9 +455,10 @@ def test_a_url_that_cannot_be_reached_is_an_error_on_every_rank(tmp_path: Path) 
 
 def fit_from_missing_file(kind: training.Kind, directory: Path) -> str:
     path = directory / "missing.ckpt"
-    net = training.Net()
     return str(
-        training.raised(FileNotFoundError, training.fit, kind, directory, net, ckpt_path=path)
+        training.raised(
+            FileNotFoundError, training.fit, kind, directory, training.Net(), ckpt_path=path
+        )
     )
 
 

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils import data as torch_data
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -223,7 +222,7 @@ def daily_cases() -> list[Case]:
 
 
 def options_of(
-    sampler: str, data: list[Tensor], generator: torch.Generator | None, rank: int, ranks: int
+    sampler: str, data: list[torch.Tensor], generator: torch.Generator | None, rank: int, ranks: int
 ) -> dict[str, Any]:
     """Return the options of a loader with a kind of sampler."""
     weights = [*range(1, SAMPLES + 1)]
@@ -353,8 +352,7 @@ def play_after_stop(resumption: tuple[Case, str], rank: int, ranks: int, place: 
     """Play a case from the checkpoint of its first stop, which other ranks have saved."""
     case, path = resumption
     training = training_of(case, rank, ranks, place)
-    whole = training.run()
-    return whole, training.run(ckpt_path=path)
+    return training.run(), training.run(ckpt_path=path)
 
 
 # Judging what the ranks have played: texts of faults, which are empty without any.

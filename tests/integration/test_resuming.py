@@ -14,7 +14,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -87,8 +86,9 @@ def stateful_stream(rank: int, **options: Any) -> StatefulDataLoader[Any]:
 
 def short_and_long() -> CombinedLoader:
     """Return loaders of 4 and 10 batches, of which the first one does not begin again."""
-    own = torch.Generator().manual_seed(20)
-    long = DataLoader(continuing.Numbers(20), 2, shuffle=True, generator=own)
+    long = DataLoader(
+        continuing.Numbers(20), 2, shuffle=True, generator=torch.Generator().manual_seed(20)
+    )
     return CombinedLoader([DataLoader(continuing.Numbers(8), 2, shuffle=True), long], "max_size")
 
 
@@ -98,7 +98,7 @@ def short_and_long() -> CombinedLoader:
 class Iterating(continuing.Net):
     """Fetches its batches itself."""
 
-    def training_step(self, dataloader_iter: Any) -> Tensor:
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:
         ready = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return super().training_step(next(dataloader_iter)[0], ready - 1)
 
@@ -174,8 +174,9 @@ CASES: dict[str, tuple[Callable[[int], Any], dict[str, Any], Sequence[Sequence[s
 def continue_case(rank: int, world_size: int, directory: Path, name: str) -> dict[str, str]:
     """Return the differences of runs that resume, and resume again."""
     loaders, options, points = CASES[name]
-    training = continuing.Training(lambda: loaders(rank), directory, options=options)
-    return continuing.generations(training, *points)
+    return continuing.generations(
+        continuing.Training(lambda: loaders(rank), directory, options=options), *points
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -223,8 +224,11 @@ def stop_before_first_batch(rank: int, world_size: int, directory: Path) -> str:
     """Describe how a run differs that a signal stops when its second epoch has begun, and
     that resumes with a hook that loads the data before the checkpoint.
     """
-    options = {"max_epochs": 2, "default_root_dir": directory / "run"}
-    training = continuing.Training(continuing.shuffled(SAMPLES), directory, options=options)
+    training = continuing.Training(
+        continuing.shuffled(SAMPLES),
+        directory,
+        options={"max_epochs": 2, "default_root_dir": directory / "run"},
+    )
     whole = training.run()
     stopped = training.run(callbacks=[signalled("on_train_epoch_start", earlier=1)])
     assert stopped.status is not None
@@ -294,8 +298,9 @@ FIRST_EPOCH_END = "train_epoch_end-4"
 
 def training_of(kind: Kind, directory: Path) -> continuing.Training:
     """Return a training on a shuffled loader for two epochs."""
-    loaders = continuing.shuffled(SAMPLES)
-    return continuing.Training(loaders, directory, options={"max_epochs": 2}, side=kind)
+    return continuing.Training(
+        continuing.shuffled(SAMPLES), directory, options={"max_epochs": 2}, side=kind
+    )
 
 
 def save_at(

@@ -140,8 +140,9 @@ def test_a_script_may_open_a_group_at_the_address_of_ours() -> None:
 
     Rank 0 logs a warning, because settings of ours do not apply in the new group.
     """
-    env = ranks.by_hand_env(2, free_port())
-    outcomes = ranks.launch_ranks(train_again_at_our_address, 2, env=env)
+    outcomes = ranks.launch_ranks(
+        train_again_at_our_address, 2, env=ranks.by_hand_env(2, free_port())
+    )
     ranks.output_of_all(outcomes)
     assert [outcome.result for outcome in outcomes] == [2, 2]
     assert [outcome.output.count(OTHER_CODES_GROUP) for outcome in outcomes] == [1, 0]
@@ -253,5 +254,4 @@ def test_trainers_in_turn_start_their_own_number_of_ranks() -> None:
     launcher and without an address.
     """
     # A forked process cannot use OpenMP threads that its parent has started.
-    env = {"OMP_NUM_THREADS": "1"}
-    assert ranks.run_ranks(fit_in_turn, 1, env=env) == [[1, 2, 1, 3, 1]]
+    assert ranks.run_ranks(fit_in_turn, 1, env={"OMP_NUM_THREADS": "1"}) == [[1, 2, 1, 3, 1]]

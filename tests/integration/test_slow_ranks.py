@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_ddp_ext import ConfigurationError, SlowRanks
 from lightning_ddp_ext.integration.callbacks.slow_ranks import in_words, slow_parts
 from tests.harness import training
-from tests.harness.training import At, Batch, Kind, Net, on_ranks
 
 SECONDS = 0.05  # that a slow rank takes longer, far more than a step of the model
 EVERY = 10  # batches between comparisons
@@ -31,7 +30,7 @@ BATCHES = 40
 PARTS = ("data", "forward", "backward")
 
 
-class SlowNet(Net):
+class SlowNet(training.Net):
     """A model with buffers, of which one rank is slow at one part after another."""
 
     def __init__(self, *, slow_rank: int = 1, is_manual: bool = False, logs: bool = False) -> None:
@@ -46,7 +45,7 @@ class SlowNet(Net):
         if self.global_rank == self.slow_rank and is_slow:
             time.sleep(SECONDS)
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         self.be_slow_at("forward")
         loss = self.loss(batch)
         loss.register_hook(lambda gradient: self.be_slow_at("backward"))
@@ -70,7 +69,7 @@ class SlowNet(Net):
 
 
 def measure(
-    kind: Kind, directory: Path, net: dict[str, Any], options: dict[str, Any]
+    kind: training.Kind, directory: Path, net: dict[str, Any], options: dict[str, Any]
 ) -> tuple[list[str], list[dict[str, Any]], list[str]]:
     """Return the lines that a rank logs about slow ranks, its report, and the names of the
     figures that its logger has.
@@ -103,14 +102,14 @@ def measure(
     ids=["accumulation", "rank 0", "manual optimisation", "validation", "stock"],
 )
 def test_a_slow_rank_is_named_once_for_each_part(
-    kind: Kind, net: dict[str, Any], options: dict[str, Any], tmp_path: Path
+    kind: training.Kind, net: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Rank 0 logs a line when the part changes, and one when the rank is as fast again.
 
     Its loggers get the times: of each part the longest, its rank, and the median.
     """
     slow_rank = net["slow_rank"]
-    (lines, report, figures), on_rank_1 = on_ranks(kind, measure, tmp_path, net, options)
+    (lines, report, figures), on_rank_1 = training.on_ranks(kind, measure, tmp_path, net, options)
     *named, over = lines
     assert len(named) == len(PARTS), named
     for line, part in zip(named, PARTS, strict=True):
@@ -131,8 +130,9 @@ def test_a_slow_rank_is_named_once_for_each_part(
 
 def test_stock_logging_hides_a_slow_forward_pass(tmp_path: Path) -> None:
     """All ranks wait in ``training_step``, for each logged value; the other parts are named."""
-    net = {"slow_rank": 1, "logs": True}
-    (lines, _, _), _ = on_ranks("stock", measure, tmp_path, net, {})
+    (lines, _, _), _ = training.on_ranks(
+        "stock", measure, tmp_path, {"slow_rank": 1, "logs": True}, {}
+    )
     assert [re.findall("ms a step for (.*?),", line) for line in lines] == [
         ["data"],
         [],
@@ -141,7 +141,7 @@ def test_stock_logging_hides_a_slow_forward_pass(tmp_path: Path) -> None:
     ]
 
 
-def fit_twice(kind: Kind, directory: Path) -> list[dict[str, Any]]:
+def fit_twice(kind: training.Kind, directory: Path) -> list[dict[str, Any]]:
     """Train without a comparison, and then up to one without a step whose times are known."""
     callback = SlowRanks(every_n_steps=EVERY)
     for accumulated, batches in ((1, EVERY - 1), (EVERY, EVERY)):
@@ -160,10 +160,10 @@ def fit_twice(kind: Kind, directory: Path) -> list[dict[str, Any]]:
 
 def test_a_fit_does_not_compare_the_times_of_an_earlier_one(tmp_path: Path) -> None:
     """Without times of its own, it reports nothing."""
-    assert on_ranks("ours", fit_twice, tmp_path) == [[], []]
+    assert training.on_ranks("ours", fit_twice, tmp_path) == [[], []]
 
 
-def fit_and_keep_callback(kind: Kind, directory: Path, hook: str, batch: int) -> list[int]:
+def fit_and_keep_callback(kind: training.Kind, directory: Path, hook: str, batch: int) -> list[int]:
     """Raise in a hook of a batch that is measured; return how many models in DDP and hooks
     of the model are left.
     """
@@ -176,10 +176,12 @@ def fit_and_keep_callback(kind: Kind, directory: Path, hook: str, batch: int) ->
     net = SlowNet()
     callback = SlowRanks(every_n_steps=EVERY)
     with suppress(ValueError):
-        training.fit(kind, directory, net, callback, At(hook, fail, earlier=batch), max_epochs=1)
+        training.fit(
+            kind, directory, net, callback, training.At(hook, fail, earlier=batch), max_epochs=1
+        )
     gc.collect()
-    alive = [model for model in models if model() is not None]
-    return [len(alive), len(net._forward_pre_hooks)]
+    alive = sum(model() is not None for model in models)
+    return [alive, len(net._forward_pre_hooks)]
 
 
 @pytest.mark.parametrize("hook", ["on_before_backward", "on_train_batch_end"])
@@ -187,7 +189,7 @@ def test_a_fit_that_fails_in_a_measured_step_leaves_nothing(hook: str, tmp_path:
     """The callback keeps neither the model in DDP, which has the gradients of all
     parameters, nor hooks of the model.
     """
-    assert on_ranks("ours", fit_and_keep_callback, tmp_path, hook, 3) == [[0, 0]] * 2
+    assert training.on_ranks("ours", fit_and_keep_callback, tmp_path, hook, 3) == [[0, 0]] * 2
 
 
 class WithoutDDP(DDPStrategy):
@@ -197,7 +199,7 @@ class WithoutDDP(DDPStrategy):
         pass
 
 
-def fit_without_ddp(kind: Kind, directory: Path) -> list[str]:
+def fit_without_ddp(kind: training.Kind, directory: Path) -> list[str]:
     callback = SlowRanks(every_n_steps=EVERY)
     trainer = training.make_trainer(
         WithoutDDP(), callbacks=[callback], max_epochs=1, limit_train_batches=2 * EVERY
@@ -210,7 +212,7 @@ def fit_without_ddp(kind: Kind, directory: Path) -> list[str]:
 
 def test_a_strategy_without_ddp_gets_one_sentence(tmp_path: Path) -> None:
     """It trains as before."""
-    on_rank_0, on_rank_1 = on_ranks("stock", fit_without_ddp, tmp_path)
+    on_rank_0, on_rank_1 = training.on_ranks("stock", fit_without_ddp, tmp_path)
     (warning,) = on_rank_0
     assert "needs a strategy with torch's DistributedDataParallel" in warning
     assert "(got WithoutDDP)" in warning

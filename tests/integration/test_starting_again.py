@@ -17,7 +17,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_ddp_ext import ScalableDistributedSampler
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
 from tests.integration import continuing
-from tests.integration.continuing import Loaders, Numbers, Resumed, samples_of
 from tests.integration.early_ends import Kill
 
 # The training data: batches of two samples, four in an epoch on each of two ranks, unless
@@ -32,53 +31,57 @@ def divided_by_strategy(
     rank: int, world_size: int, samples: int = SAMPLES, batch_size: int = 2, **options: Any
 ) -> DataLoader[Any]:
     """Return a loader whose samples the strategy divides among the ranks."""
-    return DataLoader(Numbers(samples), batch_size, shuffle=True, **options)
+    return DataLoader(continuing.Numbers(samples), batch_size, shuffle=True, **options)
 
 
 def divided_by_user(rank: int, world_size: int, samples: int = SAMPLES) -> DataLoader[Any]:
     """Return a loader whose samples the user's sampler divides among the ranks."""
     sampler = continuing.Turning(samples, rank, world_size)
-    return DataLoader(Numbers(samples), 2, sampler=sampler)
+    return DataLoader(continuing.Numbers(samples), 2, sampler=sampler)
 
 
 def turned_on_rank_one(rank: int, world_size: int) -> DataLoader[Any]:
     """Return a loader whose order only differs from ``divided_by_user`` on rank 1."""
     sampler = continuing.Turning(SAMPLES, rank, world_size)
     order = sampler.own[::-1] if rank == 1 else sampler.own
-    return DataLoader(Numbers(SAMPLES), 2, sampler=order)
+    return DataLoader(continuing.Numbers(SAMPLES), 2, sampler=order)
 
 
 def undivided(rank: int, world_size: int, batch_size: int) -> DataLoader[Any]:
     """Return a loader of eight samples, all of which each rank reads."""
     batches = BatchSampler(SequentialSampler(range(8)), batch_size, False)
-    return DataLoader(Numbers(8), batch_sampler=batches)
+    return DataLoader(continuing.Numbers(8), batch_sampler=batches)
 
 
 def stateful(rank: int, world_size: int, samples: int = SAMPLES, **options: Any) -> Any:
     """Return a loader with a state, whose samples the strategy divides."""
-    return StatefulDataLoader(Numbers(samples), batch_size=2, shuffle=True, **options)
+    return StatefulDataLoader(continuing.Numbers(samples), batch_size=2, shuffle=True, **options)
 
 
 def exact(rank: int, world_size: int) -> DataLoader[Any]:
     """Return a loader that repeats and drops none of 15 samples."""
-    numbers = Numbers(15)
+    numbers = continuing.Numbers(15)
     return DataLoader(numbers, 2, sampler=ScalableDistributedSampler(numbers, uneven="exact"))
 
 
-def beside_stream(rank: int, world_size: int, loader: Loaders) -> list[Any]:
+def beside_stream(rank: int, world_size: int, loader: continuing.Loaders) -> list[Any]:
     """Return a loader, and a stream that is read with it."""
     return [loader(rank, world_size), continuing.stream(4)(rank, world_size)]
 
 
 def beside_stateful_stream(rank: int, world_size: int, samples: int, streamed: int) -> list[Any]:
     """Return a loader of so many samples, and a stream with a state."""
-    stream = StatefulDataLoader(continuing.Stream(streamed, rank), batch_size=2)
-    return [divided_by_strategy(rank, world_size, samples), stream]
+    return [
+        divided_by_strategy(rank, world_size, samples),
+        StatefulDataLoader(continuing.Stream(streamed, rank), batch_size=2),
+    ]
 
 
 def two_loaders(rank: int, world_size: int) -> CombinedLoader:
-    loaders = [divided_by_strategy(rank, world_size, samples) for samples in (SAMPLES, 24)]
-    return CombinedLoader(loaders, "max_size_cycle")
+    return CombinedLoader(
+        [divided_by_strategy(rank, world_size, samples) for samples in (SAMPLES, 24)],
+        "max_size_cycle",
+    )
 
 
 def short_and_long(rank: int, world_size: int) -> list[Any]:
@@ -111,11 +114,11 @@ class WithoutLength:
 
 def sampled_without_length(rank: int, world_size: int) -> DataLoader[Any]:
     sampler: Any = WithoutLength()
-    return DataLoader(Numbers(8), 2, sampler=sampler)
+    return DataLoader(continuing.Numbers(8), 2, sampler=sampler)
 
 
 def by_the_clock(rank: int, world_size: int) -> DataLoader[Any]:
-    return DataLoader(Numbers(SAMPLES), 2, sampler=ByTheClock())
+    return DataLoader(continuing.Numbers(SAMPLES), 2, sampler=ByTheClock())
 
 
 # An epoch that starts again.
@@ -130,14 +133,14 @@ class Change(NamedTuple):
         options: see ``training_on``.
     """
 
-    before: Loaders
-    after: Loaders
+    before: continuing.Loaders
+    after: continuing.Loaders
     reason: str
     ranks: int = 2
     options: Mapping[str, Any] = {}
 
 
-def same(loaders: Loaders, reason: str) -> Change:
+def same(loaders: continuing.Loaders, reason: str) -> Change:
     return Change(loaders, loaders, reason)
 
 
@@ -221,7 +224,7 @@ CHANGES = {
 
 
 def training_on(
-    rank: int, world_size: int, directory: Path, loaders: Loaders, **options: Any
+    rank: int, world_size: int, directory: Path, loaders: continuing.Loaders, **options: Any
 ) -> continuing.Training:
     """Return two epochs of training, whose weights draw no random numbers.
 
@@ -235,21 +238,36 @@ def training_on(
 
 
 def save_at(
-    rank: int, world_size: int, directory: Path, loaders: Loaders, point: str, **options: Any
+    rank: int,
+    world_size: int,
+    directory: Path,
+    loaders: continuing.Loaders,
+    point: str,
+    **options: Any,
 ) -> str:
     """Return the checkpoint of a run at a point."""
     return training_on(rank, world_size, directory, loaders, **options).run(point).saved[point]
 
 
 def resume_from(
-    rank: int, world_size: int, directory: Path, loaders: Loaders, path: str, **options: Any
-) -> Resumed:
+    rank: int,
+    world_size: int,
+    directory: Path,
+    loaders: continuing.Loaders,
+    path: str,
+    **options: Any,
+) -> continuing.Resumed:
     return continuing.resume(training_on(rank, world_size, directory, loaders, **options), path)
 
 
 def resume_beside_whole(
-    rank: int, world_size: int, directory: Path, loaders: Loaders, path: str, **options: Any
-) -> tuple[continuing.Run, Resumed]:
+    rank: int,
+    world_size: int,
+    directory: Path,
+    loaders: continuing.Loaders,
+    path: str,
+    **options: Any,
+) -> tuple[continuing.Run, continuing.Resumed]:
     """Return a run from the beginning, and a resumed one."""
     training = training_on(rank, world_size, directory, loaders, **options)
     return training.run(), continuing.resume(training, path)
@@ -276,18 +294,24 @@ def test_an_epoch_that_cannot_continue_starts_again(name: str, tmp_path: Path) -
         steps = resumed.run.steps
         assert [step.moment for step in steps] == [step.moment for step in second_epoch]
         if change.before is not by_the_clock:
-            assert sorted(samples_of(steps)) == sorted(samples_of(second_epoch))
+            assert sorted(continuing.samples_of(steps)) == sorted(
+                continuing.samples_of(second_epoch)
+            )
         assert resumed.run.counts.optimiser_steps == 6 + len(second_epoch)
 
 
 # Checkpoints that one rank saved alone, because another one was killed.
 
 
-def train_to_kill(rank: int, world_size: int, directory: Path, loaders: Loaders) -> None:
+def train_to_kill(rank: int, world_size: int, directory: Path, loaders: continuing.Loaders) -> None:
     """Train until rank 1 is killed in its third step, after which rank 0 saves alone."""
     kill = Kill("on_after_backward", earlier=2)
-    strategy = {"stop_checkpoint": str(directory / "alone.ckpt")}
-    options = {"callbacks": [kill.callback()], "max_epochs": 1, "strategy": strategy, **UNDIVIDED}
+    options = {
+        "callbacks": [kill.callback()],
+        "max_epochs": 1,
+        "strategy": {"stop_checkpoint": str(directory / "alone.ckpt")},
+        **UNDIVIDED,
+    }
     training_on(rank, world_size, directory, loaders, **options).run()
 
 
@@ -309,7 +333,7 @@ def train_to_kill(rank: int, world_size: int, directory: Path, loaders: Loaders)
     ],
 )
 def test_each_rank_checks_a_place_that_one_rank_saved_alone(
-    before: Loaders, after: Loaders, parts: list[str], tmp_path: Path
+    before: continuing.Loaders, after: continuing.Loaders, parts: list[str], tmp_path: Path
 ) -> None:
     """If it is another place for one of them, all start the epoch again, and rank 0 warns
     once.
@@ -337,9 +361,9 @@ def resume_in_threes(
     """
     training = training_on(rank, world_size, directory, divided_by_strategy, max_epochs=1)
     whole = training.run("train_batch_end-2")
-    training.loaders = lambda: DataLoader(Numbers(SAMPLES), 3, shuffle=True)
+    training.loaders = lambda: DataLoader(continuing.Numbers(SAMPLES), 3, shuffle=True)
     resumed = training.run(ckpt_path=whole.saved["train_batch_end-2"])
-    return samples_of(whole.steps), [list(step.samples) for step in resumed.steps]
+    return continuing.samples_of(whole.steps), [list(step.samples) for step in resumed.steps]
 
 
 def test_the_rest_of_an_epoch_can_be_read_in_other_batches(tmp_path: Path) -> None:
@@ -354,9 +378,8 @@ def resume_with_lower_limit(rank: int, world_size: int, directory: Path) -> list
     options = {"accumulate_grad_batches": 2, "limit_train_batches": 8}
     training = training_on(rank, world_size, directory, loaders, **options)
     whole = training.run("train_batch_end-6")
-    path = whole.saved["train_batch_end-6"]
-    resumed = training.run(ckpt_path=path, limit_train_batches=4)
-    assert samples_of(resumed.steps[:2]) == samples_of(whole.steps[6:8])
+    resumed = training.run(ckpt_path=whole.saved["train_batch_end-6"], limit_train_batches=4)
+    assert continuing.samples_of(resumed.steps[:2]) == continuing.samples_of(whole.steps[6:8])
     return resumed.steps
 
 
@@ -381,7 +404,7 @@ def resume_twice(
     )
     first = training.run("train_start-2", ckpt_path=path)
     second = training.run(ckpt_path=first.saved["train_start-2"])
-    return [(samples_of(run.steps), run.weights) for run in (first, second)]
+    return [(continuing.samples_of(run.steps), run.weights) for run in (first, second)]
 
 
 def test_a_resumed_run_can_be_saved_before_its_first_batch(tmp_path: Path) -> None:
@@ -411,5 +434,10 @@ def test_the_last_batch_of_an_epoch_is_a_step_on_fewer_ranks(tmp_path: Path) -> 
         # Three batches are left: two of one optimiser step, and the last one alone.
         assert len(run.steps) == 3
         assert run.counts.optimiser_steps == 1 + 2
-        names = [event.what for event in run.events]
-        assert names == ["step", "step", "step", "validation", "epoch end"]
+        assert [event.what for event in run.events] == [
+            "step",
+            "step",
+            "step",
+            "validation",
+            "epoch end",
+        ]

@@ -482,8 +482,9 @@ def play(kind: training.Kind, program: Program, rank: int, ranks: int, place: Pa
     """Run a program on this rank; return what it sees, or its error as a text."""
     shared = place.parent
     if kind == "stock" and not dist.is_initialized():
-        store = f"file://{shared}/store"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{shared}/store", rank=rank, world_size=ranks
+        )
     L.seed_everything(7, verbose=False)
     try:
         return Play(program, kind, shared, place / "program").run()

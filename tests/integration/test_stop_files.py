@@ -59,8 +59,7 @@ def run_command(place: Place, root: Path, *callbacks: L.Callback, **options: Any
     defaults = {"enable_checkpointing": True, "ckpt_path": "last"}
     chosen: dict[str, Any] = {**defaults, **place.options(root), **options}
     chosen["callbacks"] = [*chosen.get("callbacks", ()), *callbacks]
-    strategy = place.strategy(root)
-    command = continuing.Training(continuing.shuffled(), root.parent, strategy=strategy)
+    command = continuing.Training(continuing.shuffled(), root.parent, strategy=place.strategy(root))
     run = command.run(max_epochs=2, default_root_dir=root, **chosen)
     dist.barrier()  # loggers of the next run look for directories of this one
     return run
@@ -129,8 +128,8 @@ def test_another_command_leaves_a_stop_checkpoint(tmp_path: Path) -> None:
     other = launch_alone(tmp_path, "--lr", "2", stops=False)
     assert other.result == FROM_START
     assert f"in {left.parent}, {left.name} belong to other commands or fits" in other.output
-    words = ("--lr", "1", "--ckpt_path", "last")
-    assert launch_alone(tmp_path, *words, stops=False).result == RESUMED
+    resumed = launch_alone(tmp_path, "--lr", "1", "--ckpt_path", "last", stops=False)
+    assert resumed.result == RESUMED
 
 
 def test_a_trial_run_keeps_the_stop_checkpoint(tmp_path: Path) -> None:

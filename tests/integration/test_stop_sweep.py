@@ -7,7 +7,6 @@ beside each of Lightning's callbacks that can continue exactly.
 
 import functools
 import inspect
-import itertools
 import os
 import random
 import signal
@@ -21,12 +20,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import callbacks
 from lightning.pytorch.core import hooks
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.harness import sweeps
-from tests.harness.ranks import run_ranks
-from tests.harness.training import Net, make_strategy, make_trainer, raised, signalled
 from tests.integration import continuing
 
 
@@ -45,11 +41,11 @@ class Swapping(L.Callback):
     on_validation_end = on_validation_start
 
 
-# Callbacks beside which a run is stopped; each run makes one, in its folder. Some are not
-# in every Lightning. Those that do something when an epoch starts do not continue exactly
-# in its middle: StochasticWeightAveraging and BackboneFinetuning. GradientAccumulationScheduler
-# refuses the Trainer's accumulate_grad_batches.
-# ModelPruning saves weights that are pruned for good.
+# Callbacks beside which a run is stopped; each run makes one, in its folder. They are made
+# by functions because some are not in every Lightning. These are left out:
+# - StochasticWeightAveraging, BackboneFinetuning and GradientAccumulationScheduler act when
+#   an epoch starts, so a run that resumes within an epoch does not continue exactly.
+# - ModelPruning saves weights that are pruned for good.
 CALLBACKS: dict[str, Callable[[Path], L.Callback]] = {
     "none": lambda _: L.Callback(),
     "save_last": lambda _: callbacks.ModelCheckpoint(save_last=True),
@@ -173,7 +169,7 @@ class Stoppable(continuing.Net):
     def val_dataloader(self) -> Any:
         return DataLoader(continuing.Numbers(10), batch_size=1)
 
-    def validation_step(self, batch: Tensor, index: int) -> None:
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
         dist.all_reduce(torch.zeros(1))
         self.log("result", self.layers(batch).sum(), sync_dist=True)
 
@@ -201,22 +197,59 @@ class Played(NamedTuple):
 
     Attributes:
         whole: the run without a signal.
-        stopped: the run with the signal.
+        signalled: the run in which the case's rank sends the signal.
         has_sent: whether this rank has sent it.
-        resumed: the run from the checkpoint of the stop on; none if nothing has stopped.
+        resumed: the run from the checkpoint of the stop on; ``None`` if no stop ended the
+            run with the signal on this rank.
     """
 
     whole: Ended
-    stopped: continuing.Run
+    signalled: continuing.Run
     has_sent: bool
     resumed: Ended | None
 
 
+class Sender:
+    """Sends a case's signal to this process, in the chosen call of the chosen hook.
+
+    Attributes:
+        case: the case.
+        calls: how often the hook has been called.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.calls = 0
+
+    @property
+    def has_sent(self) -> bool:
+        return self.calls > self.case.earlier
+
+    def watch(self, owner: Any) -> Any:
+        """Return the owner of the hook, with a method in the hook's place that can send."""
+        name = self.case.hook.partition(".")[2]
+        hook = getattr(owner, name)
+
+        @functools.wraps(hook)
+        def sending(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls == self.case.earlier + 1:
+                os.kill(os.getpid(), signal.Signals[self.case.signal])
+            return hook(*args, **kwargs)
+
+        setattr(owner, name, sending)  # cases name their hooks
+        return owner
+
+
 def train(
-    name: str, ranks: int, place: Path, *others: L.Callback, modules: Any = Stoppable
+    name: str,
+    ranks: int,
+    directory: Path,
+    *others: L.Callback,
+    make_model: Callable[[Any], Any] = Stoppable,
 ) -> Ended:
     """Train beside the callback of this name, and others, from the last checkpoint in
-    ``place``, or from the beginning.
+    ``directory``, or from the beginning.
     """
     options = {
         "max_epochs": 2,
@@ -227,69 +260,72 @@ def train(
         "enable_checkpointing": True,
         "enable_progress_bar": True,
         "logger": True,
-        "default_root_dir": place,
+        "default_root_dir": directory,
     }
-    callback = CALLBACKS[name](place)
-    training = continuing.Training(continuing.shuffled(6 * ranks), place.parent, ranks, options)
-    run = training.run(model=modules, callbacks=[callback, *others], ckpt_path="last")
+    callback = CALLBACKS[name](directory)
+    training = continuing.Training(continuing.shuffled(6 * ranks), directory.parent, ranks, options)
+    run = training.run(model=make_model, callbacks=[callback, *others], ckpt_path="last")
     if ranks > 1:
         dist.barrier()  # one rank's run must not look for what the other one's removes
     is_compared = not isinstance(callback, (callbacks.Checkpoint, callbacks.Timer))
     return Ended(run, repr(callback.state_dict()) if is_compared else "")
 
 
-# The cases of a process whose callback is the same share a run without a signal.
-train_without_signal = functools.cache(train)
+@functools.cache
+def train_without_signal(name: str, ranks: int, directory: Path) -> Ended:
+    """Train once for all cases of this process that have the callback of this name."""
+    return train(name, ranks, directory / f"whole {name}")
 
 
-def send_in_hook(owner: Any, case: Case, sent: list[str]) -> Any:
-    """Return the owner of a case's hook, which adds the signal to ``sent`` and sends it in a
-    call of it.
-    """
-    name = case.hook.partition(".")[2]
-    method = getattr(owner, name)
-    numbers_of_calls = itertools.count()
-
-    @functools.wraps(method)
-    def signalling(*args: Any, **kwargs: Any) -> Any:
-        if next(numbers_of_calls) == case.earlier:
-            sent.append(case.signal)
-            os.kill(os.getpid(), signal.Signals[case.signal])
-        return method(*args, **kwargs)
-
-    setattr(owner, name, signalling)
-    return owner
-
-
-def play(case: Case, rank: int, ranks: int, place: Path) -> Played:
+def play(case: Case, rank: int, ranks: int, directory: Path) -> Played:
     """Train without a signal, with one, and from the stop on."""
-    train_in = functools.partial(train, case.callback, ranks, place)
-    whole = train_without_signal(case.callback, ranks, place.parent / f"whole {case.callback}")
-    sent: list[str] = []
+    train_in_directory = functools.partial(train, case.callback, ranks, directory)
+    whole = train_without_signal(case.callback, ranks, directory.parent)
+    sender = Sender(case)
     if rank != case.rank:
-        stopped = train_in()
+        signalled = train_in_directory()
     elif case.hook.startswith("module."):
-        stopped = train_in(modules=lambda loaders: send_in_hook(Stoppable(loaders), case, sent))
+        signalled = train_in_directory(make_model=lambda loaders: sender.watch(Stoppable(loaders)))
     else:
-        stopped = train_in(send_in_hook(L.Callback(), case, sent))
-    resumed = None if stopped.run.status is None else train_in()
-    return Played(whole, stopped.run, bool(sent), resumed)
+        signalled = train_in_directory(sender.watch(L.Callback()))
+    resumed = None if signalled.run.status is None else train_in_directory()
+    return Played(whole, signalled.run, sender.has_sent, resumed)
 
 
-# Judging what the ranks have played.
+# Judging what the ranks have played. A fault is a text, empty if nothing is wrong.
 
 
 def fault_of(case: Case, played: Played) -> str:
-    """Describe what is not as without a signal on a rank; return an empty string if all is."""
-    whole, stopped, has_sent, resumed = played
-    if stopped.status is None and not has_sent and case not in DAILY:
-        # The hook was not called that often.
-        return continuing.difference(whole.run, 0, stopped)
-    done = len(stopped.steps)
-    if stopped.status != case.status or stopped.steps != whole.run.steps[:done]:
-        return f"ends with {stopped.status}, after {stopped.steps} instead of {whole.run.steps}"
-    assert resumed is not None
-    fault = continuing.difference(whole.run, done, resumed.run)
+    """Describe how a rank's runs differ from its run without a signal."""
+    if played.resumed is None:
+        return fault_without_stop(case, played)
+    return fault_of_stop(case, played) or fault_after_stop(played, played.resumed)
+
+
+def fault_without_stop(case: Case, played: Played) -> str:
+    """Describe what is wrong with a run that was not stopped on this rank.
+
+    Only a drawn case may name a call of its hook that never happens; its run is then like
+    the one without a signal.
+    """
+    if played.has_sent or case in DAILY:
+        return f"is not stopped, and trains {played.signalled.steps}"
+    return continuing.difference(played.whole.run, 0, played.signalled)
+
+
+def fault_of_stop(case: Case, played: Played) -> str:
+    """Describe a wrong exit status, or steps before the stop that differ."""
+    whole_steps = played.whole.run.steps
+    steps = played.signalled.steps
+    if played.signalled.status == case.status and steps == whole_steps[: len(steps)]:
+        return ""
+    return f"ends with {played.signalled.status}, after {steps} instead of {whole_steps}"
+
+
+def fault_after_stop(played: Played, resumed: Ended) -> str:
+    """Describe how the resumed run or its callback differs."""
+    whole = played.whole
+    fault = continuing.difference(whole.run, len(played.signalled.steps), resumed.run)
     has_trained = bool(resumed.run.steps)  # otherwise no callback's training has begun
     if not fault and has_trained and resumed.callback_state != whole.callback_state:
         return f"its callback has {resumed.callback_state} instead of {whole.callback_state}"
@@ -340,29 +376,3 @@ def test_runs_of_a_new_seed_continue_as_if_uninterrupted(
     seed, count = sweeps.new_seed(capsys, 300)
     chance = random.Random(seed)
     sweeps.expect_nothing_wrong(faults_of([draw(chance) for _ in range(count)], tmp_path), REPEAT)
-
-
-# Evaluations.
-
-EVALUATIONS = {
-    "validate": "on_validation_batch_start",
-    "test": "on_test_batch_end",
-    "predict": "on_predict_start",
-}
-
-
-def stop_evaluations(rank: int, world_size: int, directory: Path) -> list[Any]:
-    """Send SIGTERM to rank 1 in each evaluation; return their exit statuses."""
-    statuses = []
-    for function, hook in EVALUATIONS.items():
-        stop = signalled(hook, ranks=[1])
-        strategy = make_strategy("ours", directory)
-        trainer = make_trainer(strategy, callbacks=[stop], default_root_dir=directory / "run")
-        statuses.append(raised(SystemExit, getattr(trainer, function), Net()).code)
-    return statuses
-
-
-def test_an_evaluation_stops_on_all_ranks_without_a_file(tmp_path: Path) -> None:
-    """After a signal to one rank, all ranks exit with its status."""
-    assert run_ranks(stop_evaluations, 2, tmp_path) == [[128 + signal.SIGTERM] * 3] * 2
-    assert not list(tmp_path.rglob("*.ckpt"))

@@ -68,8 +68,7 @@ def fit(
         options={"max_epochs": 2, "default_root_dir": directory / "run"},
     )
     run = two_epochs.run(callbacks=callbacks)
-    files = sorted(path.name for path in directory.rglob("*.ckpt"))
-    return End(run.status, files, len(run.steps))
+    return End(run.status, sorted(path.name for path in directory.rglob("*.ckpt")), len(run.steps))
 
 
 def test_a_failed_run_ends_in_order_after_a_launchers_sigterm(tmp_path: Path) -> None:
@@ -202,6 +201,34 @@ def test_a_signal_that_a_process_ignores_stops_nothing(tmp_path: Path) -> None:
         assert end == End(None, [], STEPS)
 
 
+# Each Trainer function that evaluates, and a hook that it calls.
+EVALUATIONS = {
+    "validate": "on_validation_batch_start",
+    "test": "on_test_batch_end",
+    "predict": "on_predict_start",
+}
+
+
+def stop_evaluations(rank: int, world_size: int, directory: Path) -> list[Any]:
+    """Send SIGTERM to rank 1 in each evaluation; return their exit statuses."""
+    statuses = []
+    for function, hook in EVALUATIONS.items():
+        trainer = training.make_trainer(
+            training.make_strategy("ours", directory),
+            callbacks=[training.signalled(hook, ranks=[1])],
+            default_root_dir=directory / "run",
+        )
+        evaluate = getattr(trainer, function)
+        statuses.append(training.raised(SystemExit, evaluate, training.Net()).code)
+    return statuses
+
+
+def test_an_evaluation_stops_on_all_ranks_without_a_file(tmp_path: Path) -> None:
+    """After a signal to one rank, all ranks exit with its status."""
+    assert ranks.run_ranks(stop_evaluations, 2, tmp_path) == [[training.STOPPED] * 3] * 2
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
 class SignalsAtTheEnd(RankZeroCheckpointIO):
     """Sends SIGTERM to this process when the Trainer's run is over on all ranks."""
 
@@ -213,8 +240,9 @@ class SignalsAtTheEnd(RankZeroCheckpointIO):
 
 def test_sigterm_ends_a_process_after_its_last_step(tmp_path: Path) -> None:
     """A signal has its usual effect if it arrives too late to stop a run."""
-    strategy = {"checkpoint_io": SignalsAtTheEnd()}
-    for outcome in ranks.launch_ranks(fit, 2, tmp_path, strategy=strategy):
+    for outcome in ranks.launch_ranks(
+        fit, 2, tmp_path, strategy={"checkpoint_io": SignalsAtTheEnd()}
+    ):
         assert outcome.exit_code == -signal.SIGTERM, outcome.story()
 
 

@@ -365,8 +365,9 @@ def test_two_devices_a_rank_learn_as_one_does(tmp_path: Path) -> None:
 
 def test_a_parameter_on_another_device_than_its_ranks_is_named() -> None:
     """The error names the parameter, its device, and the devices to choose from."""
-    gpus = [torch.device("cuda", number) for number in range(2)]
-    strategy = DDPExtStrategy(devices_per_rank=2, parallel_devices=gpus)
+    strategy = DDPExtStrategy(
+        devices_per_rank=2, parallel_devices=[torch.device("cuda", number) for number in range(2)]
+    )
     strategy.cluster_environment = LightningEnvironment()
     strategy.connect(training.Net())
     message = (

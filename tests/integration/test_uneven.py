@@ -13,7 +13,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -33,7 +32,7 @@ class Stream(continuing.Stream):
         super().__init__(100, rank)
         self.lengths = lengths
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[torch.Tensor]:
         length = self.lengths[self.epoch % len(self.lengths)]
         first = 10 * self.epoch
         return (torch.tensor([float(number)]) for number in self.numbers[first : first + length])
@@ -135,8 +134,9 @@ def test_an_epoch_ends_as_if_no_rank_had_more_data_than_the_shortest(tmp_path: P
 
 def resume(rank: int, world_size: int, directory: Path, loaders: Loaders) -> dict[str, str]:
     """Return how resumed runs differ from a run without a stop."""
-    options = {"accumulate_grad_batches": 2, "limit_val_batches": 0}
-    training = Case([[4, 2], [3, 3]], loaders, options).training(rank, directory)
+    training = Case(
+        [[4, 2], [3, 3]], loaders, {"accumulate_grad_batches": 2, "limit_val_batches": 0}
+    ).training(rank, directory)
     return continuing.generations(training, ["train_batch_end-1", "train_batch_end-4"])
 
 
@@ -260,8 +260,9 @@ def refuse(rank: int, world_size: int, directory: Path) -> dict[str, str]:
     errors = {}
     for name, difference in DIFFERENCES.items():
         options = {"devices": world_size, **difference.options}
-        loader = difference.make(rank)
-        errors[name] = str(raised(SamplingError, train, directory, loader, **options))
+        errors[name] = str(
+            raised(SamplingError, train, directory, difference.make(rank), **options)
+        )
     return errors
 
 
