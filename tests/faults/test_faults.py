@@ -70,9 +70,7 @@ BOUNDS: dict[FaultKind | str, float] = {
     "term": LIMITS["save_deadline"],
     LAUNCHER: 4 + LIMITS["save_deadline"],
 }
-# What a process may exit with after any fault: an error, or SIGTERM before or after it has a
-# handler; and after a fault of a kind.
-EXIT_CODES = {1, -signal.SIGTERM}
+# What a process may exit with after a fault of this kind; see also ``exit_codes``.
 EXIT_CODES_AFTER: dict[FaultKind, set[int]] = {
     "kill": {-signal.SIGKILL},
     "stop": {-signal.SIGKILL},  # by which the test ends a stopped rank
@@ -184,8 +182,12 @@ def start(case: Case, directory: Path, hosts: Network | None) -> RankProcesses:
     start_method = "popen" if case.start == "torchrun" else case.start
     arguments = [str(directory), str(case.world_size), start_method, str(case.is_background)]
     if case.start == "torchrun":
-        nproc = f"--nproc-per-node={case.world_size}"
-        arguments = ["--standalone", nproc, script, *arguments]
+        arguments = [
+            "--standalone",
+            f"--nproc-per-node={case.world_size}",
+            script,
+            *arguments,
+        ]
         script = torch.distributed.run.__file__
     return RankProcesses(
         be_the_script, 1, Path(script), arguments, directory, time_limit=TIME_LIMIT
@@ -199,10 +201,16 @@ def start_by_hand(case: Case, directory: Path, hosts: Network | None) -> RankPro
     if hosts is not None:
         places = [hosts[rank == case.faults[0].target] for rank in range(case.world_size)]
         address = places[0].address
-    is_tcp = case.init_method == "tcp"
-    url = f"tcp://{address}:{free_port()}" if is_tcp else f"file://{directory}/store"
-    arguments = (case.world_size, directory, url, case.is_background)
-    return RankProcesses(train_by_hand, *arguments, namespaces=places, time_limit=TIME_LIMIT)
+    urls = {"tcp": f"tcp://{address}:{free_port()}", "file": f"file://{directory}/store"}
+    return RankProcesses(
+        train_by_hand,
+        case.world_size,
+        directory,
+        urls[case.init_method],
+        case.is_background,
+        namespaces=places,
+        time_limit=TIME_LIMIT,
+    )
 
 
 def train_by_hand(
@@ -279,7 +287,8 @@ def exit_codes(case: Case) -> set[int]:
     """Return the exit codes that processes may have after the first fault."""
     if case.kinds == {"term"} and case.start != "torchrun":
         return {STOPPED}
-    return EXIT_CODES.union(*(EXIT_CODES_AFTER[kind] for kind in case.kinds))
+    # After any fault: an error, or SIGTERM, which ends a process that has no handler.
+    return {1, -signal.SIGTERM}.union(*(EXIT_CODES_AFTER[kind] for kind in case.kinds))
 
 
 def wrong_output(case: Case, output: str) -> Iterator[str]:

@@ -134,8 +134,8 @@ def test_a_kill_during_start_up_is_reported_by_the_launcher(
 @pytest.mark.nightly
 def test_a_rank_that_is_orphaned_while_it_starts_ends(tmp_path: Path) -> None:
     """If its launcher is killed during the imports, the rank exits once it looks for it."""
-    env = {"DDPX_INIT_METHOD": f"tcp://127.0.0.1:{free_port()}"}
-    with training_script(tmp_path, "ddp_ext", **env) as script:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    with training_script(tmp_path, "ddp_ext", DDPX_INIT_METHOD=url) as script:
         wait_for_rank_one(script)
         script.kill(0)
         script.wait()
@@ -147,13 +147,13 @@ def test_the_launching_rank_waits_for_those_that_still_work(tmp_path: Path) -> N
     """Rank 0 started the others and exits after them; a rank that still works after
     ``fit`` is not an orphan.
     """
-    env = {"DDPX_INIT_METHOD": f"file://{tmp_path}/store"}
-    with training_script(tmp_path, "ddp_ext", "lingers", **env) as script:
+    url = f"file://{tmp_path}/store"
+    with training_script(tmp_path, "ddp_ext", "lingers", DDPX_INIT_METHOD=url) as script:
         (done,) = script.wait()
         assert not marked(mark_of_script())
     assert done.exit_code == 0, done.output
     assert "rank 1 is at the end" in done.output.splitlines(), done.output
-    assert f"process group: gloo, 2 ranks, file://{tmp_path}/store" in done.output
+    assert f"process group: gloo, 2 ranks, {url}" in done.output
 
 
 @pytest.mark.parametrize(
@@ -194,13 +194,13 @@ def train(
     """Start two ranks from this process, which is not a rank; the deadline is also that of
     a survivor in its step.
     """
-    options = {
-        "max_epochs": max_epochs,
-        "limit_val_batches": 0,
-        "default_root_dir": directory,
-    }
-    strategy = ddpx.DDPExtStrategy(start_method="fork", save_deadline=save_deadline)
-    make_trainer(strategy, callbacks=[*callbacks], **options).fit(Net())
+    make_trainer(
+        ddpx.DDPExtStrategy(start_method="fork", save_deadline=save_deadline),
+        callbacks=[*callbacks],
+        max_epochs=max_epochs,
+        limit_val_batches=0,
+        default_root_dir=directory,
+    ).fit(Net())
 
 
 def announce_step(*_: object) -> None:
