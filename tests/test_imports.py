@@ -21,20 +21,25 @@ FILES = {
     ".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path
     for path in ROOT.rglob("*.py")
 }
-# From below: modules beside the subpackages are helpers of all of them, and those that
-# gather the public names are above.
+# From below: a module imports only from its own level and those before it.
 ORDER = (
-    "helpers",
+    "helpers",  # modules beside the subpackages
     "rendezvous",
     "supervision",
     "data",
     "checkpoint",
     "batchnorm",
     "integration",
-    "public",
+    "public",  # what gathers the public names
     "main",
 )
-PUBLIC = ("__init__", "lightning", "pytorch_lightning")
+# By the name after the package's; a subpackage is a level of its own.
+LEVELS = {
+    "__init__": "public",
+    "lightning": "public",
+    "pytorch_lightning": "public",
+    "__main__": "main",
+}
 
 
 def imports_of(module: str) -> Iterator[str]:
@@ -63,11 +68,7 @@ IMPORTED = {module: {*map(module_named, imports_of(module))} & FILES.keys() for 
 def level_of(module: str) -> str:
     """Return the element of ``ORDER`` to which a module belongs."""
     _, name, *rest = module.split(".")
-    if name in PUBLIC:
-        return "public"
-    if name == "__main__":
-        return "main"
-    return name if rest else "helpers"
+    return LEVELS.get(name, name if rest else "helpers")
 
 
 def test_subpackages_import_only_those_before_them() -> None:
@@ -98,8 +99,10 @@ def test_modules_of_plain_values_import_no_library(name: str) -> None:
 
 def test_windows_is_refused_in_a_sentence() -> None:
     """The import fails before it reaches a module that Windows lacks."""
-    windows = "import importlib.metadata, sys; sys.platform = 'win32'; sys.modules['fcntl'] = None"
-    code = f"{windows}; import lightning_ddp_ext"
+    code = (
+        "import importlib.metadata, sys; sys.platform = 'win32'; sys.modules['fcntl'] = None;"
+        " import lightning_ddp_ext"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
@@ -109,7 +112,8 @@ def test_windows_is_refused_in_a_sentence() -> None:
     )
 
 
-# Prints which parts of a process an import of the package changes.
+# Prints which parts of a process an import of the package changes. It is a program of its own,
+# because the process of the tests has imported the package.
 IMPORTING = """
 import ctypes, gc, os, signal, sys, threading
 

@@ -105,13 +105,9 @@ def test_layers_that_were_not_meant_are_not_touched() -> None:
 
     They are neither converted nor restored.
     """
-    others = [
-        nn.InstanceNorm2d(3),
-        nn.LazyInstanceNorm2d(),
-        nn.GroupNorm(1, 3),
-        SyncBatchNorm(3),
-    ]
-    model = nn.Sequential(*others)
+    model = nn.Sequential(
+        nn.InstanceNorm2d(3), nn.LazyInstanceNorm2d(), nn.GroupNorm(1, 3), SyncBatchNorm(3)
+    )
     before = identities(model)
     assert identities(restore_batchnorm(convert_sync_batchnorm(model, exclude="3"))) == before
     assert warnings_of(model) == []

@@ -17,22 +17,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ddp_ext import SyncBatchNorm
-from tests.harness.ranks import run_ranks
-from tests.harness.training import stock_group
+from tests.harness.training import Kind, on_ranks
 
 STEPS = 2
 HALF = (torch.bfloat16, torch.float16)
+UNCHANGED = nn.Identity()
 Results = dict[str, Tensor]
 
 
 # Cases.
-
-
-def unchanged(value: Any) -> Any:
-    return value
 
 
 class Batch(NamedTuple):
@@ -67,9 +64,9 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
     input_dtype: torch.dtype | None = None
-    fill: Callable[[Any], Any] = unchanged
-    layout: Callable[[Any], Any] = unchanged
-    prepare: Callable[[Any], Any] = unchanged
+    fill: Callable[[Any], Any] = UNCHANGED
+    layout: Callable[[Any], Any] = UNCHANGED
+    prepare: Callable[[Any], Any] = UNCHANGED
     input_needs_grad: bool = True
 
     def __str__(self) -> str:
@@ -199,7 +196,7 @@ def results_of_layer(case: Case, way: Way, rank: int) -> Results:
         results |= run_step(case, layer, batches[rank].to(way.device), step)
     gradients = parameter_gradients(layer)
     for gradient in gradients.values():
-        torch.distributed.all_reduce(gradient)
+        dist.all_reduce(gradient)
     results |= gradients | dict(layer.named_buffers())
     return {name: value.cpu() for name, value in results.items()}
 
@@ -277,9 +274,8 @@ def all_deviations(way: Way, rank: int) -> list[str]:
     return [line for case in CASES for line in deviations(case, way, rank)]
 
 
-def deviations_on_cpu(rank: int, world_size: int, directory: Path) -> list[str]:
-    with stock_group(rank, world_size, directory):
-        return all_deviations(Way(world_size=world_size), rank)
+def deviations_on_cpu(kind: Kind, directory: Path) -> list[str]:
+    return all_deviations(Way(world_size=dist.get_world_size()), dist.get_rank())
 
 
 def test_layers_on_three_ranks_equal_one_with_the_joined_batch(tmp_path: Path) -> None:
@@ -287,4 +283,4 @@ def test_layers_on_three_ranks_equal_one_with_the_joined_batch(tmp_path: Path) -
 
     This holds for several steps and any input on CPU; `make gpu` checks CUDA.
     """
-    assert run_ranks(deviations_on_cpu, 3, tmp_path) == [[], [], []]
+    assert on_ranks("stock", deviations_on_cpu, tmp_path, world_size=3) == [[], [], []]

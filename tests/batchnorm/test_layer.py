@@ -5,14 +5,13 @@
 
 import copy
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ddp_ext import (
     BatchNormError,
@@ -20,8 +19,7 @@ from lightning_ddp_ext import (
     SyncBatchNorm,
     convert_sync_batchnorm,
 )
-from tests.harness.ranks import run_ranks
-from tests.harness.training import stock_group
+from tests.harness.training import Kind, on_ranks
 
 
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])
@@ -40,16 +38,28 @@ def test_in_one_process_the_layer_is_torchs(options: dict[str, Any]) -> None:
     plain.load_state_dict(ours.state_dict())
 
 
-@pytest.mark.parametrize("make", [SyncBatchNorm, convert_sync_batchnorm])
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(
+            lambda layer, group: SyncBatchNorm(layer.num_features, process_group=group),
+            id="by a new layer",
+        ),
+        pytest.param(
+            lambda layer, group: convert_sync_batchnorm(layer, process_group=group),
+            id="by a conversion",
+        ),
+    ],
+)
 @pytest.mark.parametrize("group", ["node", [0, 1], -100])
-def test_what_cannot_be_a_group_is_refused(make: Any, group: Any) -> None:
-    """The error has the value and the allowed ones.
+def test_what_cannot_be_a_group_is_refused(use: Any, group: Any) -> None:
+    """The error has the value and the allowed ones; a layer is not converted.
 
     Torch's placeholder for a group without this rank is the same number as -100.
     """
     layer = nn.BatchNorm1d(3)
     with pytest.raises(ConfigurationError) as raised:
-        make(layer if make is convert_sync_batchnorm else 3, process_group=group)
+        use(layer, group)
     assert str(raised.value).startswith(
         "process_group must be a torch.distributed.ProcessGroup, as dist.new_group returns it, or"
         f" None for all ranks (got {group!r})"
@@ -57,22 +67,12 @@ def test_what_cannot_be_a_group_is_refused(make: Any, group: Any) -> None:
     assert type(layer) is nn.BatchNorm1d
 
 
-# On two ranks.
+# On two ranks: ``on_ranks`` forms the process group of stock, and calls a function in it.
 
 
-def on_two_ranks(check: Callable[[int, Tensor], None], directory: Path) -> None:
-    """Call ``check`` with the rank and its batch on both ranks, in a process group."""
-    run_ranks(_in_group, 2, directory, check)
-
-
-def _in_group(
-    rank: int, world_size: int, directory: Path, check: Callable[[int, Tensor], None]
-) -> None:
-    with stock_group(rank, world_size, directory):
-        check(rank, torch.randn(4 + rank, 3))
-
-
-def normalises_alone(rank: int, batch: Tensor) -> None:
+def normalises_alone(kind: Kind, directory: Path) -> None:
+    rank = dist.get_rank()
+    batch = torch.randn(4 + rank, 3)
     if rank == 0:  # it must not wait for the other rank
         options: Any = {"track_running_stats": False}
         evaluated = SyncBatchNorm(3, **options).eval()(batch)
@@ -84,10 +84,10 @@ def normalises_alone(rank: int, batch: Tensor) -> None:
 
 def test_evaluation_and_a_group_of_one_rank_wait_for_no_other_rank(tmp_path: Path) -> None:
     """There, and on a rank outside of the group, the layer normalises as torch's does."""
-    on_two_ranks(normalises_alone, tmp_path)
+    on_ranks("stock", normalises_alone, tmp_path)
 
 
-def refuses_inputs(rank: int, _: Tensor) -> None:
+def refuses_inputs(kind: Kind, directory: Path) -> None:
     with pytest.raises(ValueError, match=r"expected 2D to 5D input \(got 1D input\)"):
         SyncBatchNorm(3)(torch.ones(3))
     for channels in (1, 5):
@@ -98,10 +98,11 @@ def refuses_inputs(rank: int, _: Tensor) -> None:
 
 def test_an_input_that_does_not_fit_the_layer_is_refused_on_every_rank(tmp_path: Path) -> None:
     """The error has the dimensions or the shape of the input."""
-    on_two_ranks(refuses_inputs, tmp_path)
+    on_ranks("stock", refuses_inputs, tmp_path)
 
 
-def refuses_one_value(rank: int, _: Tensor) -> None:
+def refuses_one_value(kind: Kind, directory: Path) -> None:
+    rank = dist.get_rank()
     layer = SyncBatchNorm(3)
     before = copy.deepcopy(layer.state_dict())
     with pytest.raises(
@@ -115,11 +116,12 @@ def refuses_one_value(rank: int, _: Tensor) -> None:
 
 def test_one_value_on_all_ranks_together_is_refused_on_every_rank(tmp_path: Path) -> None:
     """The layers keep their running statistics, and take more values later."""
-    on_two_ranks(refuses_one_value, tmp_path)
+    on_ranks("stock", refuses_one_value, tmp_path)
 
 
-def refuses_second_derivative(_: int, batch: Tensor) -> None:
-    loss = SyncBatchNorm(3)(batch.requires_grad_()).square().sum()
+def refuses_second_derivative(kind: Kind, directory: Path) -> None:
+    batch = torch.randn(4 + dist.get_rank(), 3, requires_grad=True)
+    loss = SyncBatchNorm(3)(batch).square().sum()
     [gradient] = torch.autograd.grad(loss, batch, create_graph=True)
     with pytest.raises(RuntimeError, match="trying to differentiate twice a function"):
         gradient.square().sum().backward()
@@ -127,33 +129,35 @@ def refuses_second_derivative(_: int, batch: Tensor) -> None:
 
 def test_a_second_derivative_is_refused_on_every_rank(tmp_path: Path) -> None:
     """The layer raises, instead of computing a wrong gradient."""
-    on_two_ranks(refuses_second_derivative, tmp_path)
+    on_ranks("stock", refuses_second_derivative, tmp_path)
 
 
 # Groups.
 
 
-def means_of_groups(rank: int, world_size: int, directory: Path) -> dict[str, float]:
-    """Return the mean over this rank's group, for each form of the argument.
+def mean_of(*ranks: int) -> float:
+    """Return the mean of these ranks' batches; the batch of rank r has the mean 2 ** r."""
+    return sum(2.0**rank for rank in ranks) / len(ranks)
 
-    The batch of rank r has the mean 2 ** r.
-    """
-    with stock_group(rank, world_size, directory):
-        outer = dist.new_group([0, 3])
-        inner = dist.new_group([1, 2])
-        groups: dict[str, Any] = {
-            "None": None,
-            "own group": outer if rank in (0, 3) else inner,
-            "others' group": dist.new_group([0, 1]),
-        }
-        layers: dict[str, Any] = {
-            form: convert_sync_batchnorm(nn.BatchNorm1d(1, momentum=1.0), process_group=group)
-            for form, group in groups.items()
-        }
-        layers["pickled"] = pickle.loads(pickle.dumps(layers["own group"]))
-        for layer in layers.values():
-            layer(torch.tensor([[-1.0], [1.0]]) + 2**rank)
-        return {form: layer.running_mean.item() for form, layer in layers.items()}
+
+def means_of_groups(kind: Kind, directory: Path) -> dict[str, float]:
+    """Return the mean over this rank's group, for each form of the argument."""
+    rank = dist.get_rank()
+    outer = dist.new_group([0, 3])
+    inner = dist.new_group([1, 2])
+    groups: dict[str, Any] = {
+        "None": None,
+        "own group": outer if rank in (0, 3) else inner,
+        "group of 0 and 1": dist.new_group([0, 1]),
+    }
+    layers: dict[str, Any] = {
+        form: convert_sync_batchnorm(nn.BatchNorm1d(1, momentum=1.0), process_group=group)
+        for form, group in groups.items()
+    }
+    layers["pickled"] = pickle.loads(pickle.dumps(layers["own group"]))
+    for layer in layers.values():
+        layer(torch.tensor([[-1.0], [1.0]]) + mean_of(rank))
+    return {form: layer.running_mean.item() for form, layer in layers.items()}
 
 
 def test_statistics_are_those_of_the_ranks_in_the_group(tmp_path: Path) -> None:
@@ -161,10 +165,10 @@ def test_statistics_are_those_of_the_ranks_in_the_group(tmp_path: Path) -> None:
 
     A pickled layer uses all ranks.
     """
-    of_all = {"None": 3.75, "pickled": 3.75}
-    assert run_ranks(means_of_groups, 4, tmp_path) == [
-        {**of_all, "own group": 4.5, "others' group": 1.5},
-        {**of_all, "own group": 3.0, "others' group": 1.5},
-        {**of_all, "own group": 3.0, "others' group": 4.0},
-        {**of_all, "own group": 4.5, "others' group": 8.0},
+    of_all = {"None": mean_of(0, 1, 2, 3), "pickled": mean_of(0, 1, 2, 3)}
+    assert on_ranks("stock", means_of_groups, tmp_path, world_size=4) == [
+        {**of_all, "own group": mean_of(0, 3), "group of 0 and 1": mean_of(0, 1)},
+        {**of_all, "own group": mean_of(1, 2), "group of 0 and 1": mean_of(0, 1)},
+        {**of_all, "own group": mean_of(1, 2), "group of 0 and 1": mean_of(2)},
+        {**of_all, "own group": mean_of(0, 3), "group of 0 and 1": mean_of(3)},
     ]

@@ -92,8 +92,9 @@ def test_tensors_are_on_the_chosen_device(
 
     With ``"rank"`` it is the rank's own device.
     """
-    options = {"map_weights": True, "map_location": map_location}
-    content = restored(path_of_gpu_file, device="meta", **options).content
+    content = restored(
+        path_of_gpu_file, device="meta", map_weights=True, map_location=map_location
+    ).content
     [state] = content["optimizer_states"]
     assert content["state_dict"]["weight"].device.type == device
     assert state["state"][0]["exp_avg"].device.type == device

@@ -5,6 +5,7 @@ existing file is untouched.
 import errno
 import os
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.checkpoint.content import kinds, restored, same, without_checksums
 
 LOCAL = "a/it.ckpt"
 IN_STORE = "memory://bucket/a/it.ckpt"
+NOBODY = 65534  # a user id without privileges
 
 
 @pytest.fixture(params=[LOCAL, IN_STORE])
@@ -53,28 +55,37 @@ def test_a_store_may_not_count_what_it_writes(monkeypatch: pytest.MonkeyPatch) -
     remove("memory://silent.ckpt")
 
 
-def test_a_new_file_is_whole_and_has_its_own_mode(
+def test_a_file_is_whole_although_the_system_writes_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It follows the umask and replaces a symbolic link instead of the link's target.
-
-    The system may write only a few bytes at a time.
-    """
-    path = tmp_path / "it.ckpt"
-    other = tmp_path / "other"
+    """The system may write only the first bytes of what it gets, here 999."""
+    url = f"file://{tmp_path}/it.ckpt"
     write_all = os.write
-    other.write_bytes(b"other")
-    path.symlink_to("other")
     monkeypatch.setattr(os, "write", lambda descriptor, view: write_all(descriptor, view[:999]))
+    write(kinds(), url)
+    assert same(loaded(url), kinds())
+
+
+@pytest.fixture
+def private_umask() -> Iterator[None]:
+    """Have new files readable by their owner only."""
     umask = os.umask(0o077)
-    try:
-        write(kinds(), f"file://{path}")
-    finally:
-        os.umask(umask)
-    assert same(loaded(str(path)), kinds())
+    yield
+    os.umask(umask)
+
+
+@pytest.mark.usefixtures("private_umask")
+def test_a_symbolic_link_is_replaced_by_a_new_file(tmp_path: Path) -> None:
+    """The file has the mode of the umask, and the link's target is untouched."""
+    path = tmp_path / "it.ckpt"
+    target = tmp_path / "target"
+    target.write_bytes(b"target")
+    path.symlink_to(target)
+    write({"new": 1}, path)
+    assert loaded(str(path)) == {"new": 1}
     assert not path.is_symlink()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert other.read_bytes() == b"other"
+    assert target.read_bytes() == b"target"
 
 
 def test_checksums_are_recorded_with_any_setting_of_torch(tmp_path: Path) -> None:
@@ -87,37 +98,51 @@ def test_checksums_are_recorded_with_any_setting_of_torch(tmp_path: Path) -> Non
     assert not restored(tmp_path / "it.ckpt").lacks_checksums
 
 
-def run_out_of_space() -> None:
+# Ways in which a full disk or store breaks off a save. A real one would need a file system
+# of the test's own.
+
+
+def raise_full() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def save_half(checkpoint: Any, file: Any) -> None:
-    file.write(b"half of it")
-    run_out_of_space()
+def full_in_the_middle(patch: pytest.MonkeyPatch) -> None:
+    """The first bytes are written."""
+
+    def save_half(checkpoint: Any, file: Any) -> None:
+        file.write(b"half of it")
+        raise_full()
+
+    patch.setattr(torch, "save", save_half)
 
 
-def close_on_full_disk(descriptor: int, close: Callable[[int], None] = os.close) -> None:
-    close(descriptor)
-    run_out_of_space()
+def full_when_closed(patch: pytest.MonkeyPatch) -> None:
+    """All bytes are written; a network file system may report only then that it is full."""
+    close = os.close
+
+    def close_and_fail(descriptor: int) -> None:
+        close(descriptor)
+        raise_full()
+
+    patch.setattr(os, "close", close_and_fail)
 
 
 @pytest.mark.parametrize(
-    ("url", "module", "name", "fail"),
+    ("url", "break_off"),
     [
-        pytest.param(LOCAL, torch, "save", save_half, id="in the middle, on a disk"),
-        pytest.param(IN_STORE, torch, "save", save_half, id="in the middle, in a store"),
-        # A network file system may report only then that the disk is full.
-        pytest.param(LOCAL, os, "close", close_on_full_disk, id="when the file is closed"),
+        pytest.param(LOCAL, full_in_the_middle, id="in the middle, on a disk"),
+        pytest.param(IN_STORE, full_in_the_middle, id="in the middle, in a store"),
+        pytest.param(LOCAL, full_when_closed, id="when the file is closed"),
     ],
     indirect=["url"],
 )
 def test_a_save_that_breaks_off_leaves_the_old_file(
-    url: str, module: Any, name: str, fail: Any, monkeypatch: pytest.MonkeyPatch
+    url: str, break_off: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error has the system's reason and the URL; the next save succeeds."""
     write({"old": 1}, url)
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, fail)
+        break_off(patch)
         with pytest.raises(
             CheckpointSaveError, match="No space left on device; check its space and permissions"
         ) as caught:
@@ -126,7 +151,9 @@ def test_a_save_that_breaks_off_leaves_the_old_file(
     assert isinstance(caught.value, OSError)
     assert caught.value.errno == errno.ENOSPC
     assert loaded(url) == {"old": 1}
-    assert [file.name for file in Path().rglob("*") if file.is_file()] in ([], ["it.ckpt"])
+    files = [path for path in Path().rglob("*") if path.is_file()]
+    files += map(Path, MemoryFileSystem.store)
+    assert [path.name for path in files] == ["it.ckpt"], "a part of the new file is left"
     write({"new": 2}, url)
     assert loaded(url) == {"new": 2}
 
@@ -138,21 +165,30 @@ def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_that_refuses_changes_is_named(tmp_path: Path) -> None:
-    """Errors of saving and removing name the path and the system's reason."""
-    path = tmp_path / "it.ckpt"
-    write({}, path)
-    tmp_path.chmod(0o500)
-    if os.getuid() == 0:
-        os.seteuid(65534)
-    try:
-        with pytest.raises(CheckpointSaveError, match=r"it\.ckpt: Permission denied"):
-            write({}, path)
-        with pytest.raises(CheckpointError, match=r"cannot remove .*it\.ckpt: Permission denied"):
-            remove(path)
-    finally:
+@pytest.fixture
+def own_directory() -> Iterator[Path]:
+    """Make a directory, and be its owner during the test: a user whom permissions bind.
+
+    They do not bind root, who therefore becomes another user. That user can enter ``/tmp``,
+    but neither ``tmp_path`` nor the tests' own directory for temporary files.
+    """
+    with tempfile.TemporaryDirectory(prefix="own-", dir="/tmp") as directory:
+        if os.getuid() == 0:
+            os.chown(directory, NOBODY, -1)
+            os.seteuid(NOBODY)
+        yield Path(directory)
         os.seteuid(os.getuid())
-        tmp_path.chmod(0o700)
+
+
+def test_a_directory_that_refuses_changes_is_named(own_directory: Path) -> None:
+    """Errors of saving and removing name the path and the system's reason."""
+    path = own_directory / "it.ckpt"
+    write({}, path)
+    own_directory.chmod(0o500)
+    with pytest.raises(CheckpointSaveError, match=r"it\.ckpt: Permission denied"):
+        write({}, path)
+    with pytest.raises(CheckpointError, match=r"cannot remove .*it\.ckpt: Permission denied"):
+        remove(path)
 
 
 def test_remove_deletes_files_and_directories(url: str) -> None:

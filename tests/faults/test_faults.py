@@ -4,21 +4,19 @@ nothing is lost.
 1. Draw: a seed gives a case: how ranks are started, and which faults strike when.
 2. Play: the run (``tests.faults.train``) starts, trains, is struck, and exits.
 3. Judge: the time, the exit codes, the output and the checkpoints are checked.
-4. The same command runs again, and continues.
+4. Repeat: the same command runs again, and continues.
 
 ``make soak`` tries any number of seeds.
 """
 
-import contextlib
 import os
 import random
 import re
 import signal
 import time
 import zipfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +25,7 @@ import torch
 import torch.distributed.run
 
 from tests.faults import train
-from tests.faults.train import LIMITS, STEPS
+from tests.faults.train import LIMITS, STEPS, Process, Run
 from tests.harness.environment import Network
 from tests.harness.ranks import Outcome, RankProcesses, free_port, run_ranks
 from tests.harness.scripts import be_the_script
@@ -39,8 +37,6 @@ SEEDS = (2, 18, 24, 37)
 FIRST = int(os.environ.get("SOAK_SEED", 0))
 COUNT = int(os.environ.get("SOAK_COUNT", 0))
 TIME_LIMIT = 400.0  # seconds, of all processes of a run
-SECONDS_TO_TRAIN = 240.0  # until all ranks report that they train
-SECONDS_TO_DUMP = 60.0
 
 FaultKind = Literal["kill", "raise", "cut", "stop", "term"]
 # How ranks are started: by hand, by a script that is rank 0 (popen), or by a process
@@ -51,6 +47,11 @@ LAUNCHER = "launcher"  # the process that starts the ranks, as the target of a f
 TWO_HOSTS: Start = "by hand, two hosts"
 BY_HAND: tuple[Start, ...] = ("by hand", TWO_HOSTS)
 LAUNCHED: tuple[Start, ...] = ("torchrun", "fork", "spawn")
+# ``draw`` takes each element with the same chance: what is listed twice, with twice that.
+STARTS: tuple[Start, ...] = (*BY_HAND, *BY_HAND, "popen", *LAUNCHED)
+DEADLY: tuple[FaultKind, ...] = ("kill", "kill", "term")
+OF_ONE_RANK: tuple[FaultKind, ...] = (*DEADLY, "raise", "stop")
+OF_A_SECOND_RANK: tuple[FaultKind, ...] = ("kill", "term", "raise")
 SIGNALS: dict[FaultKind, int] = {
     "kill": signal.SIGKILL,
     "stop": signal.SIGSTOP,
@@ -68,6 +69,14 @@ BOUNDS: dict[FaultKind | str, float] = {
     "stop": LIMITS["timeout"] + 5 + 5 + TO_END,  # it is asked, and has 5 s to answer
     "term": LIMITS["save_deadline"],
     LAUNCHER: 4 + LIMITS["save_deadline"],
+}
+# What a process may exit with after a fault of this kind; see also ``exit_codes``.
+EXIT_CODES_AFTER: dict[FaultKind, set[int]] = {
+    "kill": {-signal.SIGKILL},
+    "stop": {-signal.SIGKILL},  # by which the test ends a stopped rank
+    "term": {STOPPED},
+    "raise": set(),
+    "cut": set(),
 }
 
 
@@ -95,12 +104,22 @@ class Fault:
 
 @dataclass(frozen=True)
 class Case:
-    """A run, and the faults that strike it one after another."""
+    """A run, and the faults that strike it one after another.
+
+    Attributes:
+        seed: draws the case again.
+        start: how the ranks start.
+        init_method: of ranks that start by hand.
+        world_size: their number.
+        is_background: whether saves are in the background, beside a loader worker.
+        faults: the faults, in order.
+    """
 
     seed: int
     start: Start
+    init_method: Literal["tcp", "file"]
     world_size: int
-    is_background: bool  # saves in the background, beside a loader worker
+    is_background: bool
     faults: tuple[Fault, ...]
 
     def __str__(self) -> str:
@@ -121,26 +140,31 @@ class Case:
 def draw(seed: int) -> Case:
     """Return the case of a seed."""
     chance = random.Random(seed)
-    start = chance.choice((*BY_HAND, *BY_HAND, "popen", *LAUNCHED))
+    start = chance.choice(STARTS)
     is_start_fast = start in (*BY_HAND, "fork")  # the others import torch anew
     world_size = chance.choice((2, 3)) if is_start_fast else 2
     faults = draw_faults(chance, start, world_size)
-    return Case(seed, start, world_size, chance.choice((False, True)), faults)
+    return Case(
+        seed=seed,
+        start=start,
+        init_method="tcp" if seed % 2 else "file",
+        world_size=world_size,
+        is_background=chance.choice((False, True)),
+        faults=faults,
+    )
 
 
 def draw_faults(chance: random.Random, start: Start, world_size: int) -> tuple[Fault, ...]:
     """Return a fault, and possibly one of another rank soon after it."""
-    deadly: list[FaultKind] = ["kill", "kill", "term"]
-    local: list[FaultKind] = [*deadly, "raise", "stop"]
-    kind = chance.choice([*local, "cut"] if start == TWO_HOSTS else local)
+    kind = chance.choice((*OF_ONE_RANK, "cut") if start == TWO_HOSTS else OF_ONE_RANK)
     first, second = chance.sample(range(world_size), 2)
-    can_strike_launcher = kind in deadly and start in LAUNCHED
+    can_strike_launcher = kind in DEADLY and start in LAUNCHED
     if can_strike_launcher and chance.random() < 0.4:
         return (Fault(kind, LAUNCHER, chance.uniform(0.0, 1.5)),)
     fault = Fault(kind, first, chance.uniform(0.0, 1.5))
-    can_strike_twice = kind in (*deadly, "raise") and world_size == 3
+    can_strike_twice = kind in OF_A_SECOND_RANK and world_size == 3
     if can_strike_twice and chance.random() < 0.5:
-        another = chance.choice(("kill", "term", "raise"))
+        another = chance.choice(OF_A_SECOND_RANK)
         return fault, Fault(another, second, chance.uniform(0.0, 0.5))
     return (fault,)
 
@@ -158,8 +182,12 @@ def start(case: Case, directory: Path, hosts: Network | None) -> RankProcesses:
     start_method = "popen" if case.start == "torchrun" else case.start
     arguments = [str(directory), str(case.world_size), start_method, str(case.is_background)]
     if case.start == "torchrun":
-        nproc = f"--nproc-per-node={case.world_size}"
-        arguments = ["--standalone", nproc, script, *arguments]
+        arguments = [
+            "--standalone",
+            f"--nproc-per-node={case.world_size}",
+            script,
+            *arguments,
+        ]
         script = torch.distributed.run.__file__
     return RankProcesses(
         be_the_script, 1, Path(script), arguments, directory, time_limit=TIME_LIMIT
@@ -173,9 +201,16 @@ def start_by_hand(case: Case, directory: Path, hosts: Network | None) -> RankPro
     if hosts is not None:
         places = [hosts[rank == case.faults[0].target] for rank in range(case.world_size)]
         address = places[0].address
-    url = f"tcp://{address}:{free_port()}" if case.seed % 2 else f"file://{directory}/store"
-    arguments = (case.world_size, directory, url, case.is_background)
-    return RankProcesses(train_by_hand, *arguments, namespaces=places, time_limit=TIME_LIMIT)
+    urls = {"tcp": f"tcp://{address}:{free_port()}", "file": f"file://{directory}/store"}
+    return RankProcesses(
+        train_by_hand,
+        case.world_size,
+        directory,
+        urls[case.init_method],
+        case.is_background,
+        namespaces=places,
+        time_limit=TIME_LIMIT,
+    )
 
 
 def train_by_hand(
@@ -208,84 +243,31 @@ def strike_and_wait(case: Case, directory: Path, hosts: Network | None) -> Endin
     """Play a case up to the end of its processes. Loader workers that are left fail every
     test.
     """
-    with contextlib.ExitStack() as stack:
-        processes = stack.enter_context(start(case, directory, hosts))
-        run = stack.enter_context(contextlib.closing(Run(case, directory, processes)))
-        run.wait_until_all_train()
+    stopped: set[Process] = set()  # these cannot exit
+    with (
+        start(case, directory, hosts) as processes,
+        train.all_train(processes, directory, case.world_size) as run,
+    ):
         for fault in case.faults:
             time.sleep(fault.after)  # not an event of the ranks: a fault strikes at any time
-            if fault.kind == "cut":
-                assert hosts is not None
-                hosts.cut()
-            else:
-                run.signal(run.pid_of(fault.target), SIGNALS[fault.kind])
-        late = run.wait_for_ranks()
-        for pid in run.stopped:
-            run.signal(pid, signal.SIGKILL)
+            stopped |= strike(fault, run, hosts)
+        late = train.wait_for_exits(set(run.ranks.values()) - stopped, case.bound)
+        for process in stopped:
+            process.signal(signal.SIGKILL)
         outcomes = [] if late else processes.wait()
         outputs = [train.output_in(directory), *(outcome.output for outcome in outcomes)]
         return Ending(late, outcomes, "".join(outputs))
 
 
-class Run:
-    """A run in progress, seen from the test: it signals its processes and waits for them."""
-
-    def __init__(self, case: Case, directory: Path, processes: RankProcesses) -> None:
-        self.case = case
-        self.directory = directory
-        # By process id; a descriptor becomes readable when its process exits.
-        self.descriptors = {pid: os.pidfd_open(pid) for pid in processes.pids.values()}
-        self.launcher = processes.pids[0]
-        self.ranks: dict[int, int] = {}  # process ids, once all train
-
-    def wait_until_all_train(self) -> None:
-        deadline = time.monotonic() + SECONDS_TO_TRAIN
-        while len(self.ranks) < self.case.world_size:
-            exited = connection.wait(list(self.descriptors.values()), 0.02)
-            output = train.output_in(self.directory)
-            assert not exited, f"a rank exited before all trained:\n{output}"
-            assert time.monotonic() < deadline, f"not all ranks train:\n{output}"
-            self.ranks = train.ranks_in(output)
-        for pid in set(self.ranks.values()) - self.descriptors.keys():
-            self.descriptors[pid] = os.pidfd_open(pid)
-
-    def pid_of(self, target: int | str) -> int:
-        return self.launcher if target == LAUNCHER else self.ranks[target]
-
-    def signal(self, pid: int, signum: int) -> None:
-        """Send a signal to a process, unless it has exited."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.descriptors[pid], signum)
-
-    @property
-    def stopped(self) -> set[int]:
-        """The processes that SIGSTOP has stopped, which cannot exit."""
-        return {self.pid_of(fault.target) for fault in self.case.faults if fault.kind == "stop"}
-
-    def wait_for_ranks(self) -> list[str]:
-        """Wait until the ranks exit; describe those that are late, and end them."""
-        late = self._wait(set(self.ranks.values()) - self.stopped, self.case.bound)
-        for pid in late:
-            self.signal(pid, signal.SIGABRT)  # writes the stacks
-            self.signal(pid, signal.SIGCONT)
-        self._wait(late, SECONDS_TO_DUMP)
-        return [
-            f"rank process {pid} still runs {self.case.bound} s after the fault" for pid in late
-        ]
-
-    def _wait(self, pids: Collection[int], seconds: float) -> set[int]:
-        """Wait until processes exit; return those that still run after some seconds."""
-        deadline = time.monotonic() + seconds
-        running = {self.descriptors[pid]: pid for pid in pids}
-        while running and time.monotonic() < deadline:
-            for descriptor in connection.wait(list(running), deadline - time.monotonic()):
-                del running[descriptor]
-        return set(running.values())
-
-    def close(self) -> None:
-        for pid, descriptor in self.descriptors.items():
-            self.signal(pid, signal.SIGKILL)
-            os.close(descriptor)
+def strike(fault: Fault, run: Run, hosts: Network | None) -> set[Process]:
+    """Cause a fault; return the process that it stopped (SIGSTOP), if any."""
+    if fault.kind == "cut":
+        assert hosts is not None
+        hosts.cut()
+        return set()
+    struck = {LAUNCHER: run.launcher, **run.ranks}[fault.target]
+    struck.signal(SIGNALS[fault.kind])
+    return {struck} if fault.kind == "stop" else set()
 
 
 # Judge how the run ended. Each function yields a line for each thing that is wrong.
@@ -305,12 +287,8 @@ def exit_codes(case: Case) -> set[int]:
     """Return the exit codes that processes may have after the first fault."""
     if case.kinds == {"term"} and case.start != "torchrun":
         return {STOPPED}
-    expected = {1, -signal.SIGTERM}  # SIGTERM ends a process without a handler
-    if "term" in case.kinds:
-        expected.add(STOPPED)
-    if case.kinds & {"kill", "stop"}:
-        expected.add(-signal.SIGKILL)  # also ends a rank that was stopped
-    return expected
+    # After any fault: an error, or SIGTERM, which ends a process that has no handler.
+    return {1, -signal.SIGTERM}.union(*(EXIT_CODES_AFTER[kind] for kind in case.kinds))
 
 
 def wrong_output(case: Case, output: str) -> Iterator[str]:
@@ -359,7 +337,7 @@ def step_of(path: Path) -> int | None:
     return step if torch.all((content["state_dict"]["steps"] - step).abs() < 0.01) else None
 
 
-# Run the same command again.
+# Repeat: run the same command again.
 
 
 def run_again(

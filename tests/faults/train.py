@@ -1,16 +1,22 @@
-"""The run that faults strike, as a script: ``train.py DIRECTORY WORLD_SIZE START_METHOD
-IS_BACKGROUND``.
+"""The run that faults strike: the script that trains, what it writes, and its processes.
 
-The weights count the steps, and how often each sample was read. In the directory, each
-rank writes its process id to the file ``output`` once it trains, and rank 0 the steps that
-it saved.
+1. The script is ``train.py DIRECTORY WORLD_SIZE START_METHOD IS_BACKGROUND``. The weights
+   count the steps, and how often each sample was read.
+2. In the directory, each rank writes its process id to the file ``output`` once it trains,
+   and rank 0 the steps that it saved.
+3. With the ids, a test signals the processes, and waits for their ends.
 """
 
+import contextlib
 import errno
 import os
 import re
 import signal
 import sys
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
+from tests.harness.ranks import RankProcesses
 from tests.harness.scripts import print_line
 from tests.harness.training import make_trainer
 
@@ -28,6 +35,8 @@ BATCH = 2
 # Seconds; short, so that faults that only a limit ends do not take long.
 LIMITS: dict[str, Any] = {"timeout": 6.0, "heartbeat_timeout": 3.0, "save_deadline": 8.0}
 FAIL = signal.SIGUSR2  # has the training step raise
+SECONDS_TO_TRAIN = 240.0  # until all ranks report that they train
+SECONDS_TO_DUMP = 60.0  # until a late rank has written its stacks
 
 
 class Counting(L.LightningModule):
@@ -133,6 +142,86 @@ def ranks_in(output: str) -> dict[int, int]:
 def saved_steps_in(output: str) -> list[int]:
     """Return the steps whose save has ended."""
     return [int(step) for step in re.findall(r"^step (\d+) is saved$", output, re.MULTILINE)]
+
+
+# The processes, as the test that has started them sees them.
+
+
+class Process:
+    """A process, which may exit at any time; for ``connection.wait``, it is ready once it
+    has exited.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._descriptor = os.pidfd_open(pid)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def signal(self, signum: int) -> None:
+        """Send a signal, unless the process has exited."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signum)
+
+    def close(self) -> None:
+        """Kill the process if it still runs."""
+        self.signal(signal.SIGKILL)
+        os.close(self._descriptor)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run in which all ranks train.
+
+    Attributes:
+        launcher: the process that starts the ranks; by hand, the first rank.
+        ranks: the process of each rank, which may be the launcher.
+    """
+
+    launcher: Process
+    ranks: dict[int, Process]
+
+
+@contextlib.contextmanager
+def all_train(processes: RankProcesses, directory: Path, world_size: int) -> Iterator[Run]:
+    """Wait until all ranks train; after the block, kill what still runs."""
+    with contextlib.ExitStack() as stack:
+
+        def watch(pid: int) -> Process:
+            return stack.enter_context(contextlib.closing(Process(pid)))
+
+        started = [watch(pid) for pid in processes.pids.values()]
+        deadline = time.monotonic() + SECONDS_TO_TRAIN
+        pids: dict[int, int] = {}
+        while len(pids) < world_size:
+            exited = connection.wait(started, 0.02)
+            output = output_in(directory)
+            assert not exited, f"a rank exited before all trained:\n{output}"
+            assert time.monotonic() < deadline, f"not all ranks train:\n{output}"
+            pids = ranks_in(output)
+        yield Run(started[0], {rank: watch(pid) for rank, pid in pids.items()})
+
+
+def wait_for_exits(processes: Collection[Process], seconds: float) -> list[str]:
+    """Wait until processes exit; end those that are late with their stacks, and return a
+    line for each of them.
+    """
+    late = still_running(processes, seconds)
+    for process in late:
+        process.signal(signal.SIGABRT)  # writes the stacks
+        process.signal(signal.SIGCONT)
+    still_running(late, SECONDS_TO_DUMP)
+    return [f"rank process {each.pid} still runs {seconds} s after the fault" for each in late]
+
+
+def still_running(processes: Collection[Process], seconds: float) -> set[Process]:
+    """Wait until processes exit; return those that still run after some seconds."""
+    deadline = time.monotonic() + seconds
+    running = set(processes)
+    while running and time.monotonic() < deadline:
+        running.difference_update(connection.wait(running, deadline - time.monotonic()))
+    return running
 
 
 def main(directory: str, world_size: str, start_method: str, is_background: str) -> None:

@@ -48,8 +48,9 @@ def started(
     program = launcher.words[0]
     skip_because(None if shutil.which(program) else f"{program} is not installed")
     words = [*launcher.words, "-n", "2", sys.executable]
-    arguments = (method_in(directory), *arguments)
-    return start_script(train.__file__, *arguments, launcher=words, cwd=directory)
+    return start_script(
+        train.__file__, method_in(directory), *arguments, launcher=words, cwd=directory
+    )
 
 
 def method_in(directory: Path) -> str:
@@ -73,8 +74,7 @@ def ranks_in(directory: Path) -> list[psutil.Process]:
 @each_launcher
 def test_ranks_exit_after_their_launcher_is_killed(launcher: Launcher, tmp_path: Path) -> None:
     """The ranks exit within a minute, though Open MPI itself leaves them running."""
-    arguments = ["step=1", f"command=kill -KILL {launcher.pid}"]
-    with started(launcher, tmp_path, *arguments) as processes:
+    with started(launcher, tmp_path, "step=1", f"command=kill -KILL {launcher.pid}") as processes:
         (killed,) = processes.wait()
         assert not wait_until_exited(lambda: ranks_in(tmp_path), SECONDS_TO_EXIT)
     assert killed.exit_code == -signal.SIGKILL, killed.story()

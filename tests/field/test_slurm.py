@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,8 +91,10 @@ def path_of(program: str) -> str | None:
 def first_job() -> int:
     """Return the first of 99 numbers of jobs that no other SLURM of tests on this machine has.
 
-    Lightning makes a job's port of its number, and with the port of another SLURM's job a
-    task would join that one. Who has the port of the number before has them.
+    Lightning makes a job's port of its number: with the same number as a job of another
+    SLURM, a task would connect to that job. Numbers are reserved by hundreds: the first port
+    of a hundred stands for it, because ``free_port`` gives a port to one process only. The
+    jobs have the 99 numbers after it.
     """
     first_port = LIGHTNINGS_FIRST_PORT
     return free_port("", range(first_port, first_port + 10_000, 100)) - first_port + 1
@@ -113,27 +116,10 @@ class Slurm:
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        self._configure()
-        self._start_daemons()
-
-    def _configure(self) -> None:
-        """Write the files that the daemons read."""
-        for name in ("state", "n1", "n2"):
-            (self._root / name).mkdir()
-        host = socket.gethostname().partition(".")[0]
-        ports = [free_port() for _ in range(3)]
-        self._configuration.write_text(
-            CONFIGURATION.format(host=host, root=self._root, ports=ports, first_job=first_job())
-        )
-        (self._root / "hosts").write_text(f"127.0.0.1 localhost n1 n2 {host}\n")
-        key = self._root / "munge.key"
-        key.touch(mode=0o600)
-        key.write_bytes(secrets.token_bytes(1024))
-
-    def _start_daemons(self) -> None:
         """Start munge, the controller and a daemon for each node; wait until the nodes
         are idle.
         """
+        self._configure()
         files = {
             "--key-file": "munge.key",
             "--socket": "munge.socket",
@@ -153,9 +139,23 @@ class Slurm:
             self._start("unshare", "--mount", "sh", "-c", slurmd)
         self._wait_until(self._has_idle_nodes, "its nodes are not idle")
 
+    def _configure(self) -> None:
+        """Write the files that the daemons read."""
+        for name in ("state", "n1", "n2"):
+            (self._root / name).mkdir()
+        host = socket.gethostname().partition(".")[0]
+        ports = [free_port() for _ in range(3)]
+        self._configuration.write_text(
+            CONFIGURATION.format(host=host, root=self._root, ports=ports, first_job=first_job())
+        )
+        (self._root / "hosts").write_text(f"127.0.0.1 localhost n1 n2 {host}\n")
+        key = self._root / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(1024))
+
     def end(self) -> None:
-        is_controlled = self._execute("scancel", "--user=root").returncode == 0
-        if is_controlled:
+        is_running = self._execute("scancel", "--user=root").returncode == 0
+        if is_running:
             self._wait_until(self._has_no_jobs, "jobs are left")
         for daemon in reversed(self._daemons):
             daemon.terminate()
@@ -238,12 +238,12 @@ class Slurm:
         return Job(self, self.call("sbatch", "--parsable", "--open-mode=append", *words, cwd=cwd))
 
 
+@dataclass(frozen=True)
 class Job:
-    """A submitted job."""
+    """A submitted job, and its number in a SLURM."""
 
-    def __init__(self, slurm: Slurm, number: str) -> None:
-        self._number = number
-        self._slurm = slurm
+    slurm: Slurm
+    number: str
 
     @property
     def output(self) -> str:
@@ -253,7 +253,7 @@ class Job:
 
     def _fact(self, name: str) -> str:
         """Return a fact that the controller states about the job, such as ``JobState``."""
-        shown = self._slurm.call("scontrol", "show", "job", self._number)
+        shown = self.slurm.call("scontrol", "show", "job", self.number)
         (fact,) = re.findall(rf"\b{name}=(\S+)", shown)
         return str(fact)
 
@@ -269,7 +269,7 @@ class Job:
     def _wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
         """Fail with the job's output if a condition is not met in five minutes."""
         wait_until(
-            condition, lambda: f"job {self._number} {otherwise}:\n{self.output}", SECONDS_TO_EXIT
+            condition, lambda: f"job {self.number} {otherwise}:\n{self.output}", SECONDS_TO_EXIT
         )
 
 
@@ -337,10 +337,14 @@ def undisturbed(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> set[s
     return weights
 
 
-# The requeued job has a longer limit, or the signal for the limit arrives while it
-# starts, and kills it.
-LATER = "test -z $SLURM_RESTART_COUNT || scontrol update jobid=$SLURM_JOB_ID timelimit=20"
+# The words before the script. The requeued job has a longer limit, or the signal for the limit
+# arrives while it starts, and kills it.
+LONGER_WHEN_REQUEUED = (
+    "test -z $SLURM_RESTART_COUNT || scontrol update jobid=$SLURM_JOB_ID timelimit=20"
+)
+# An argument of the script: rank 0 signals the whole job.
 USR1 = "command=scancel --signal=USR1 $SLURM_JOB_ID"
+# The words before the script, which exits with 143 after SIGTERM.
 REQUEUE_ON_143 = """
 requeue_on_143() { "$@"; [ $? != 143 ] || scontrol requeue $SLURM_JOB_ID; }
 requeue_on_143 srun python"""
@@ -354,7 +358,7 @@ requeue_on_143 srun python"""
         pytest.param(
             ["step=0.5", "command=scontrol update jobid=$SLURM_JOB_ID timelimit=1"],
             "--signal=USR1@30 --time=20",
-            f"{LATER}; {SRUN}",
+            f"{LONGER_WHEN_REQUEUED}; {SRUN}",
             id="--signal before the time limit",
             marks=pytest.mark.nightly,
         ),
@@ -415,12 +419,12 @@ def test_a_preempted_job_on_two_nodes_is_requeued_and_continues(
     options: str, slurm: Slurm, undisturbed: set[str], tmp_path: Path
 ) -> None:
     """A job that exits within its grace time requeues itself, because SLURM does not."""
-    arguments = ["step=0.5", "devices=1", "nodes=2"]
-    preempted = submit(slurm, tmp_path, *arguments, options=f"{TWO_NODES} --exclusive {options}")
-    preempted.wait_for_output(train.ONE_STEP_DONE)
-    urgent = slurm.submit(
-        "--partition=high", *TWO_NODES.split(), "--exclusive", "--wrap=true", cwd=tmp_path
+    on_two_nodes = f"{TWO_NODES} --exclusive"
+    preempted = submit(
+        slurm, tmp_path, "step=0.5", "devices=1", "nodes=2", options=f"{on_two_nodes} {options}"
     )
+    preempted.wait_for_output(train.ONE_STEP_DONE)
+    urgent = slurm.submit("--partition=high", *on_two_nodes.split(), "--wrap=true", cwd=tmp_path)
     expect_resumed(preempted, undisturbed)
     assert urgent.wait() == FINISHED
 
@@ -498,8 +502,7 @@ def test_a_failed_task_is_named_by_the_other_one_which_saves(
 
     A task that raises saves, too, if it has the lock first.
     """
-    arguments = [SLOWLY, fault]
-    job = submit(slurm, tmp_path, *arguments, start=f"{srun} python")
+    job = submit(slurm, tmp_path, SLOWLY, fault, start=f"{srun} python")
     assert job.wait() == FAILED, job.output
     assert re.search(message, job.output, re.MULTILINE), job.output
     assert re.search(r"^\[rank \d\] saved step 4 to", job.output, re.MULTILINE), job.output
@@ -518,8 +521,14 @@ def test_ranks_on_two_nodes_connect_by_each_init_method(
 ) -> None:
     """Rank 0 logs the init method, and two nodes learn the same as one."""
     init_method = method.format(port=free_port(), directory=shared_dir)
-    arguments = ["devices=1", "nodes=2", f"init_method={init_method}"]
-    job = submit(slurm, tmp_path, *arguments, options=TWO_NODES)
+    job = submit(
+        slurm,
+        tmp_path,
+        "devices=1",
+        "nodes=2",
+        f"init_method={init_method}",
+        options=TWO_NODES,
+    )
     assert job.wait() == FINISHED, job.output
     assert weights_in(job.output) == undisturbed
     assert f"process group: gloo, 2 ranks, {init_method}" in job.output

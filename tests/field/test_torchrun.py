@@ -15,7 +15,9 @@ from tests.field.train import Start, starts_in, stops_in, weights_in
 from tests.harness.ranks import Environment, RankProcesses, free_port, output_of_all
 from tests.harness.scripts import start_script
 
-AGENT = 0  # the only process that ``Job.start_agent`` starts itself
+# The number of the only process that ``Job.start_agent`` starts: the agent, which then starts
+# a rank. It is not the number of a rank.
+AGENT = 0
 # By default, the agent of rank 0 does not tell its store's address to new agents:
 # https://github.com/pytorch/pytorch/issues/147064
 MAY_RETURN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -53,9 +55,14 @@ class Job:
             f"--rdzv-conf={','.join(f'{name}={value}' for name, value in settings.items())}",
             "--local-addr=127.0.0.1",
         ]
-        arguments = ["devices=1", "nodes=2", *self._arguments]
         return start_script(
-            train.__file__, *arguments, launcher=words, cwd=self._directory, env=self._env
+            train.__file__,
+            "devices=1",
+            "nodes=2",
+            *self._arguments,
+            launcher=words,
+            cwd=self._directory,
+            env=self._env,
         )
 
 
@@ -80,8 +87,7 @@ def expect_resumed(output: str, undisturbed: set[str]) -> None:
     """
     stops = stops_in(output)
     assert len(stops) == 1, output
-    steps = [0, *stops]
-    assert starts_in(output) == [Start(step, ranks=2) for step in steps], output
+    assert starts_in(output) == [Start(step, ranks=2) for step in (0, *stops)], output
     assert weights_in(output) == undisturbed, output
 
 
@@ -113,14 +119,18 @@ def test_an_agent_replaces_a_lost_one(
 
 
 def last_step_after(starts: list[Start]) -> int:
-    """Return the step at which two ranks finish if each batch is trained once."""
+    """Return the step at which two ranks finish if each batch is trained once.
+
+    For example, two ranks train from step 0 on, one alone from step 10 on, and two from step
+    30 on: of 400 batches, 2 * 10 + 1 * 20 have been trained. The other 360 take 180 steps, so
+    that the last one is step 210.
+    """
     batches = 2 * train.STEPS  # of the epoch
     trained = sum(
         (following.step - start.step) * start.ranks
         for start, following in itertools.pairwise(starts)
     )
-    last_start = starts[-1]
-    return last_start.step + math.ceil((batches - trained) / 2)
+    return starts[-1].step + math.ceil((batches - trained) / 2)
 
 
 @each_loss

@@ -84,11 +84,10 @@ def train_with_fault(
     rank: int, world_size: int, placement: Placement, directory: Path, fault: str
 ) -> None:
     """Train until the fault; a callback saves if the error leaves the weights intact."""
-    callbacks: list[L.Callback] = [OnExceptionCheckpoint(directory, "after-error")]
     trainer = placement.trainer(
         directory,
         strategy={"timeout": 600},
-        callbacks=callbacks,
+        callbacks=[OnExceptionCheckpoint(directory, "after-error")],
         enable_checkpointing=True,
         num_sanity_val_steps=0,
     )
@@ -230,9 +229,8 @@ def abort_and_train_again(
     context.close_group()
     leave()
     assert not torch.distributed.is_initialized()
-    with_new_group = fit(placement, directory)
-    with_same_group = fit(placement, directory)
-    return [before, with_new_group, with_same_group]
+    # The first of these trains with a new group, and the second with the same.
+    return [before, fit(placement, directory), fit(placement, directory)]
 
 
 def test_ranks_connect_again_after_an_abort(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 checkpoints load anywhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,18 @@ def test_a_resumed_run_draws_the_random_numbers_that_were_next(
     assert placement.run(resume_with_dropout, tmp_path) == [{}] * len(placement.devices)
 
 
+def plan_on(placement: Placement, **strategy: Any) -> early_ends.Plan:
+    """Return the plan of a run in float32 on these devices, with more options of the
+    strategy.
+    """
+    strategy = {
+        "parallel_devices": torch_devices(placement.devices),
+        "process_group_backend": placement.backend,
+        **strategy,
+    }
+    return early_ends.Plan(strategy=strategy, trainer=ON_ANY_DEVICE)
+
+
 class Scaled(early_ends.Net):
     """Has the scale of a ``GradScaler`` in a buffer, so that it is compared as a weight
     is.
@@ -59,27 +72,21 @@ class Scaled(early_ends.Net):
         self.register_buffer("scale", torch.zeros(()))
 
     def training_step(self, batch: training.Batch, index: int) -> torch.Tensor:
+        # Users get the scaler of a run from its precision plugin.
         self.scale.fill_(self.trainer.precision_plugin.scaler.get_scale())
         return super().training_step(batch, index)
 
 
-def plan_on(placement: Placement, *, is_float16: bool = False, **strategy: Any) -> early_ends.Plan:
-    """Return the plan of a run on these devices, with more options of the strategy.
-
-    With float16, the scale grows every eight steps.
+def float16_plan_on(placement: Placement) -> early_ends.Plan:
+    """Return the plan of a run in float16 on these devices; the scale grows every eight
+    steps.
     """
-    strategy = {
-        "parallel_devices": torch_devices(placement.devices),
-        "process_group_backend": placement.backend,
-        **strategy,
-    }
-    if not is_float16:
-        return early_ends.Plan(strategy=strategy, trainer=ON_ANY_DEVICE)
     device_type = torch.device(GPU).type
     scaler = torch.amp.GradScaler(device_type, init_scale=256.0, growth_interval=8)
     precision = MixedPrecision("16-mixed", device_type, scaler)
-    trainer = {**ON_ANY_DEVICE, "plugins": [precision]}
-    return early_ends.Plan(strategy=strategy, trainer=trainer, model=Scaled)
+    return replace(
+        plan_on(placement), trainer={**ON_ANY_DEVICE, "plugins": [precision]}, model=Scaled
+    )
 
 
 def weights_after(
@@ -87,9 +94,13 @@ def weights_after(
 ) -> list[dict[str, torch.Tensor]]:
     """Run the plan on ranks started by hand, again after each kill; return the weights
     of each rank.
+
+    Ranks that use NCCL save nothing when another one dies, so that the steps after the last
+    checkpoint are lost, and trained again.
     """
-    options = {"may_lose": placement.backend == NCCL, "env": placement.variables}
-    return early_ends.survive(2, plan, kills, directory, **options)
+    return early_ends.survive(
+        2, plan, kills, directory, may_lose=placement.backend == NCCL, env=placement.variables
+    )
 
 
 AFTER_BACKWARD = early_ends.Kill("on_after_backward", 9, [0])
@@ -98,26 +109,29 @@ STOP = early_ends.Kill("on_train_batch_end", 3, by="sigterm")
 
 
 @pytest.mark.parametrize(
-    ("placement", "is_float16", "kills"),
+    ("placement", "make_plan", "kills"),
     [
         pytest.param(
             "gloo",
-            False,
+            plan_on,
             [AFTER_BACKWARD, early_ends.Kill("on_validation_batch_end", 1), IN_A_SAVE, STOP],
             id="gloo",
         ),
-        pytest.param("NCCL", False, [AFTER_BACKWARD, IN_A_SAVE, STOP], id="NCCL"),
-        pytest.param("gloo", True, [AFTER_BACKWARD, STOP], id="float16"),
+        pytest.param("NCCL", plan_on, [AFTER_BACKWARD, IN_A_SAVE, STOP], id="NCCL"),
+        pytest.param("gloo", float16_plan_on, [AFTER_BACKWARD, STOP], id="float16"),
     ],
     indirect=["placement"],
 )
 def test_a_killed_rank_costs_no_step(
-    placement: Placement, is_float16: bool, kills: Sequence[early_ends.Kill], tmp_path: Path
+    placement: Placement,
+    make_plan: Callable[[Placement], early_ends.Plan],
+    kills: Sequence[early_ends.Kill],
+    tmp_path: Path,
 ) -> None:
     """A run that is resumed after each kill and after SIGTERM ends as an undisturbed
     run, to the last bit; with NCCL it is resumed from its last checkpoint.
     """
-    plan = plan_on(placement, is_float16=is_float16)
+    plan = make_plan(placement)
     undisturbed = weights_after([], plan, placement, tmp_path / "undisturbed")
     disturbed = weights_after(kills, plan, placement, tmp_path / "disturbed")
     training.assert_same(disturbed, undisturbed)
@@ -163,6 +177,7 @@ def save_in_training(
         callbacks=[training.At("on_train_batch_end", save, earlier=1)],
     ).fit(Wide())
     gpus = range(torch.cuda.device_count())
+    # A context takes hundreds of MB of a GPU; no public function of torch tells who has one.
     return [number for number in gpus if torch._C._cuda_hasPrimaryContext(number)]
 
 
@@ -195,8 +210,8 @@ def devices_of_momenta(
         states = trainer.optimizers[0].state.values()
         devices.update(str(state["momentum_buffer"].device) for state in states)
 
-    recording = training.At("on_train_start", record)
-    placement.trainer(directory, callbacks=[recording]).fit(Wide(), ckpt_path=path)
+    callbacks = [training.At("on_train_start", record)]
+    placement.trainer(directory, callbacks=callbacks).fit(Wide(), ckpt_path=path)
     return devices
 
 

@@ -264,11 +264,13 @@ def test_ranks_that_torchrun_restarts_connect_again(tmp_path: Path) -> None:
     """
     runs = Runs(tmp_path, "env", "tcp", "file")
     death = {"rank": 0, "restart": 0, "run": 1}
-    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", __file__]
-    words.append(runs.argument(death=death))
+    torchrun = Path(torch.distributed.run.__file__)
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    words = [*options, __file__, runs.argument(death=death)]
     env: Environment = {"GLOO_SOCKET_IFNAME": None}
-    torchrun = (Path(torch.distributed.run.__file__), words, tmp_path.parent)
-    output = output_of_all(launch_ranks(be_the_script, 1, *torchrun, env=env))
+    output = output_of_all(
+        launch_ranks(be_the_script, 1, torchrun, words, tmp_path.parent, env=env)
+    )
     # Both ranks return from the first run, and after the restart from all three.
     runs.expect_trained(output, returns=2 * (1 + 3), connections=[2, 2, 1])
     died = r"rank 0 \(host .+, pid \d+\) died: its process ended unexpectedly; every rank stops\."

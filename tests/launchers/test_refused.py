@@ -61,7 +61,9 @@ def test_a_rank_does_not_start_ranks(
 def test_ranks_without_an_address_are_refused(
     env: Environment, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank would choose another port."""
+    """Without MASTER_PORT, each rank would choose a port of its own, and wait there alone; the
+    error names both variables and the alternatives.
+    """
     assert refusal(monkeypatch, env, **options) == (
         "RendezvousError: init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment"
         " if you start each process yourself (got MASTER_ADDR=None, MASTER_PORT=None); export both"

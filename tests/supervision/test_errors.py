@@ -19,7 +19,6 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
-from lightning_ddp_ext.forced_exit import ForcedExit
 from tests.harness.ranks import (
     Outcome,
     RankProcesses,
@@ -68,10 +67,16 @@ def assert_names_culprit(survivor: Outcome, culprit: int, pid: int) -> None:
 
 def catch_and_stay(rank: int, world_size: int, directory: Path, fault: At) -> None:
     """Train; a rank that fails saves, and continues to run."""
-    saver = OnExceptionCheckpoint(directory)
-    options = {"enable_checkpointing": True, "num_sanity_val_steps": 0}
     try:
-        fit("ours", directory, Net(), fault, saver, **options)
+        fit(
+            "ours",
+            directory,
+            Net(),
+            fault,
+            OnExceptionCheckpoint(directory),
+            enable_checkpointing=True,
+            num_sanity_val_steps=0,
+        )
     except BoomError:
         hold("caught")
 
@@ -128,8 +133,7 @@ def test_a_rank_that_raises_between_two_fits_is_named(tmp_path: Path) -> None:
 def fit_with_little_time(rank: int, world_size: int, directory: Path, *faults: At) -> None:
     """Train; the main thread has 0.3 s after another rank's end."""
     strategy = make_strategy("ours", directory, save_deadline=1)
-    events = ("died", "failed", "absent", "hung")
-    change_timeouts(strategy, grace=dict.fromkeys(events, 0.3))
+    change_timeouts(strategy, grace=dict.fromkeys(("died", "failed", "absent", "hung"), 0.3))
     make_trainer(strategy, callbacks=[*faults], max_epochs=1).fit(Net())
 
 
@@ -183,25 +187,6 @@ def test_a_rank_whose_thread_blocks_exits_within_the_save_deadline(tmp_path: Pat
     assert_forced_to_exit([0], tmp_path, in_step(leave_a_thread, 0))
 
 
-def count_down_twice(rank: int, world_size: int) -> None:
-    """Start a countdown that ends without an exit, and one whose exit is needed."""
-    countdown = ForcedExit("countdown")
-    was_asked = threading.Event()
-    countdown.start(0.0, 1, str, is_needed=was_asked.set)
-    was_asked.wait()
-    for thread in threading.enumerate():
-        if thread.name == "countdown":
-            thread.join()
-    countdown.start(0.0, 7, lambda: "rank 1 died")
-    threading.Event().wait()
-
-
-def test_a_countdown_can_start_again_after_one_that_was_not_needed() -> None:
-    """The process then exits with the message and the status of the second one."""
-    [outcome] = launch_ranks(count_down_twice, 1)
-    assert (outcome.exit_code, outcome.output) == (7, "rank 1 died\n")
-
-
 # A rank dies while the others run the user's own code.
 
 
@@ -216,7 +201,10 @@ def fit_work_and_fit(rank: int, world_size: int, directory: Path) -> None:
 
 
 def wait_for_forced_exit() -> None:
-    """Wait until the time has passed after which a blocked rank is forced to exit."""
+    """Wait until the time has passed after which a blocked rank is forced to exit.
+
+    Nothing announces that a rank is *not* forced, so this finds the thread that counts down.
+    """
     while countdowns := [each for each in threading.enumerate() if each.name == "ddpx-exit"]:
         # The list also has a thread whose ``start`` is running, which cannot be joined yet.
         with suppress(RuntimeError):
@@ -268,27 +256,33 @@ def throw(error: BaseException, *_: object) -> None:
     raise error
 
 
-def fit_after_failures(rank: int, world_size: int, directory: Path) -> dict[str, torch.Tensor]:
-    """Fit once with each failure, which every rank catches, and once without; return the
-    weights of the last fit.
+def fit_after_failures(
+    rank: int, world_size: int, directory: Path
+) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Fit once with each failure, which every rank catches, and once without.
+
+    Return what the rank was told of each failure, nothing for its own, and the weights of the
+    last fit.
     """
-    for failure, culprit, reason in FAILURES:
+    told = []
+    for failure, culprit, _ in FAILURES:
         expected = BaseException if rank == culprit else RankFailedError
         fault = in_step(partial(throw, failure), culprit)
         error = raised(expected, fit, "ours", directory, Net(), fault)
-        if rank != culprit:
-            message = str(error)
-            assert f"rank {culprit} (host " in message
-            assert f"failed, so this rank stops: {reason}" in message
-            assert len(message) < 10_000
-    return learned("ours", directory, Net())
+        told.append("" if rank == culprit else str(error))
+    return told, learned("ours", directory, Net())
 
 
 def test_processes_that_have_caught_a_failure_train_again(tmp_path: Path) -> None:
     """``sys.exit``, Ctrl-C, and exceptions without a text or with megabytes of it are
     reported like any other, and the same processes connect again.
     """
-    first, second = run_ranks(fit_after_failures, 2, tmp_path)
+    (told_first, first), (told_second, second) = run_ranks(fit_after_failures, 2, tmp_path)
+    for (_, culprit, reason), *told in zip(FAILURES, told_first, told_second, strict=True):
+        message = told[1 - culprit]
+        assert f"rank {culprit} (host " in message
+        assert f"failed, so this rank stops: {reason}" in message
+        assert len(message) < 10_000
     assert_same(first, second)
 
 
@@ -349,21 +343,24 @@ def test_a_users_hook_for_exceptions_stays_in_front(tmp_path: Path) -> None:
 # in which it was raised.
 
 
-class FailsInBackward(Net):
-    """The backward pass of rank 1 fails in C++ for its own reason, while rank 0 works."""
+class LastFailsInBackward(Net):
+    """In the second step, the backward pass of the last rank fails in C++, for a reason of its
+    own: its loss needs no gradient. Other ranks are busy before theirs.
+    """
 
     def training_step(self, batch: Batch, index: int) -> torch.Tensor:
-        if index == 1 and self.global_rank == 0:
+        is_last_rank = self.global_rank == self.trainer.world_size - 1
+        if index == 1 and not is_last_rank:
             hold("busy")
         loss = self.loss(batch)
-        return loss.detach() if index == 1 and self.global_rank == 1 else loss
+        return loss.detach() if index == 1 and is_last_rank else loss
 
 
 def test_an_error_while_another_rank_works_is_the_ranks_own(tmp_path: Path) -> None:
     """Its rank raises and prints it while another rank is busy for a long time, and that
     rank names the first one.
     """
-    with start_fit(2, tmp_path, FailsInBackward(), limit_val_batches=0) as ranks:
+    with start_fit(2, tmp_path, LastFailsInBackward(), limit_val_batches=0) as ranks:
         ranks.wait_for("busy", 0)
         (failed,) = ranks.wait(1)
         ranks.release(0)
@@ -373,16 +370,9 @@ def test_an_error_while_another_rank_works_is_the_ranks_own(tmp_path: Path) -> N
     error_of(survivor, RankFailedError, 1, failed.pid)
 
 
-class NeedsNoGradient(Net):
-    """The backward pass fails in C++."""
-
-    def training_step(self, batch: Batch, index: int) -> torch.Tensor:
-        return self.loss(batch).detach()
-
-
 def test_a_single_rank_raises_its_own_error(tmp_path: Path) -> None:
     """It asks no other rank what has broken its backward pass."""
-    [failed] = fit_on(1, tmp_path, NeedsNoGradient(), max_epochs=1)
+    [failed] = fit_on(1, tmp_path, LastFailsInBackward(), max_epochs=1)
     assert failed.failure.message.startswith("element 0 of tensors does not require grad")
 
 
@@ -403,26 +393,19 @@ def failure_after_fit(work: Callable[[], object], directory: Path) -> Outcome:
     return failed
 
 
-def raise_text_of_gloo() -> None:
-    raise RuntimeError("gloo: no socket is left, connection reset by peer")
-
-
 def test_an_error_after_fit_is_the_ranks_own(tmp_path: Path) -> None:
     """Whatever its text, it is raised and printed, although another rank has exited."""
-    failed = failure_after_fit(raise_text_of_gloo, tmp_path)
+    error = RuntimeError("gloo: no socket is left, connection reset by peer")
+    failed = failure_after_fit(partial(throw, error), tmp_path)
     assert failed.failure.message.startswith("gloo: no socket is left"), failed.story()
     assert "RuntimeError: gloo: no socket is left" in failed.output
-
-
-def need_another_rank() -> None:
-    dist.all_reduce(torch.ones(1))
 
 
 def test_a_collective_after_fit_names_the_rank_that_exited(tmp_path: Path) -> None:
     """The script gets the collective's own error; the rank prints it in one line with the
     script's line, and then one that names the rank that has exited.
     """
-    failed = failure_after_fit(need_another_rank, tmp_path)
+    failed = failure_after_fit(partial(dist.all_reduce, torch.ones(1)), tmp_path)
     assert failed.failure.type_name == "RuntimeError", failed.story()
     assert re.search(
         r"this exception probably follows from another rank's failure: RuntimeError: [^\n]*"

@@ -71,8 +71,9 @@ def test_a_rank_waits_in_an_unfinished_collective(completed: int, is_waiting: bo
 
 def progress_of(seconds: float, pending: int = 0) -> GroupProgress:
     """Return the progress of a group that has entered one collective."""
-    entered_at = time.time() - seconds
-    return GroupProgress(f"{seconds}", "", entered=1, pending=pending, entered_at=entered_at)
+    return GroupProgress(
+        f"{seconds}", "", entered=1, pending=pending, entered_at=time.time() - seconds
+    )
 
 
 HOUR = 3600.0

@@ -140,8 +140,8 @@ def test_a_kill_during_start_up_is_reported_by_the_launcher(
 @pytest.mark.nightly
 def test_a_rank_that_is_orphaned_while_it_starts_ends(tmp_path: Path) -> None:
     """If its launcher is killed during the imports, the rank exits once it looks for it."""
-    address = f"tcp://127.0.0.1:{free_port()}"
-    with training_script(tmp_path, "ddp_ext", DDPX_INIT_METHOD=address) as script:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    with training_script(tmp_path, "ddp_ext", DDPX_INIT_METHOD=url) as script:
         wait_for_rank_one(script)
         script.kill(0)
         script.wait()
@@ -153,13 +153,13 @@ def test_the_launching_rank_waits_for_those_that_still_work(tmp_path: Path) -> N
     """Rank 0 started the others and exits after them; a rank that still works after
     ``fit`` is not an orphan.
     """
-    file = f"file://{tmp_path}/store"
-    with training_script(tmp_path, "ddp_ext", "lingers", DDPX_INIT_METHOD=file) as script:
+    url = f"file://{tmp_path}/store"
+    with training_script(tmp_path, "ddp_ext", "lingers", DDPX_INIT_METHOD=url) as script:
         (done,) = script.wait()
         assert not marked(mark_of_script())
     assert done.exit_code == 0, done.output
     assert "rank 1 is at the end" in done.output.splitlines(), done.output
-    assert f"process group: gloo, 2 ranks, {file}" in done.output
+    assert f"process group: gloo, 2 ranks, {url}" in done.output
 
 
 @pytest.mark.parametrize(
