@@ -165,7 +165,7 @@ class LoggedValues:
             if reduction.result is not None:  # Lightning would round a mean of integers down
                 tensor = tensor.to(_dtype_of(reduce_op, tensor))
             return pl.strategies.DDPStrategy.reduce(self._strategy, tensor, group, reduce_op)
-        if is_computing_epoch(trainer):
+        if is_computing_epoch(trainer, reduction.result):
             return self._reduce_of_epoch(tensor, reduction.result, trainer)
         meta = reduction.result.meta
         value = Value(f"{meta.fx}.{meta.forked_name(on_step=True)}", reduce_op, tensor)

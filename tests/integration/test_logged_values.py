@@ -199,3 +199,36 @@ def test_a_step_makes_one_collective(tmp_path: Path) -> None:
     numbers = VALUES + VALUES // 2  # the batch size of each mean is also reduced
     assert ours["values of epoch"] == {"all_gather": 1}
     assert stock["values of epoch"] == {"barrier": numbers, "all_reduce": numbers}
+
+
+class StepsAfterTheEpoch(Net):
+    """Also makes an optimiser step at the end of an epoch, and logs a value in each."""
+
+    automatic_optimization = False
+
+    def make_step(self, batch: Batch) -> None:
+        self.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+    def training_step(self, batch: Batch, index: int) -> None:
+        self.batch = batch
+        self.make_step(batch)
+
+    def on_train_epoch_end(self) -> None:
+        self.make_step(self.batch)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = sum(parameter.sum() for parameter in self.parameters()) * (1 + self.global_rank)
+        self.log("step", norm, sync_dist=True)
+        self.log("both", norm, sync_dist=True, on_step=True, on_epoch=True)
+
+
+def values_of_steps_after_the_epoch(kind: Kind, directory: Path) -> dict[str, Tensor]:
+    return fit(kind, directory, StepsAfterTheEpoch()).callback_metrics
+
+
+def test_values_of_a_step_after_the_epoch_equal_those_of_stock(tmp_path: Path) -> None:
+    """They are values of a step, although no batch is trained."""
+    ours, stock = on_both(values_of_steps_after_the_epoch, tmp_path)
+    assert_same(ours, stock)

@@ -144,7 +144,7 @@ def test_stock_logging_hides_a_slow_forward_pass(tmp_path: Path) -> None:
 def fit_twice(kind: training.Kind, directory: Path) -> list[dict[str, Any]]:
     """Train without a comparison, and then up to one without a step whose times are known."""
     callback = SlowRanks(every_n_steps=EVERY)
-    for accumulated, batches in ((1, EVERY - 1), (EVERY, EVERY)):
+    for accumulated, batches in ((1, EVERY - 1), (2 * EVERY, EVERY)):
         training.fit(
             kind,
             directory,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import itemgetter, sub
@@ -18,7 +17,7 @@ from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rank_logger import rank_logger
 
 from ..private.compat import batches_that_stepped_of
-from ..private.ddp_times import has_timers, measure_next_step, times_of_last_step
+from ..private.ddp_times import MeasuredStep, has_timers
 from ..private.lightning_tree import pl, rank_zero_warn
 from ..strategy_ranks import ranks_of
 
@@ -77,8 +76,7 @@ class SlowRanks(pl.Callback):
 
     def _start_fit(self, *, is_measuring: bool) -> None:
         self._is_measuring = is_measuring
-        self._started_at: float | None = None  # when all ranks started a measured step
-        self._fetched_at = 0.0  # when this rank had the batch of that step
+        self._step: MeasuredStep | None = None  # the current step, if it is measured
         self._steps: list[dict[str, float]] = []  # times since the last comparison, in ms
         self._announcements = _Announcements()  # used on rank 0
 
@@ -92,35 +90,38 @@ class SlowRanks(pl.Callback):
                 f" DistributedDataParallel, such as 'ddp' (got {type(trainer.strategy).__name__})"
             )
 
+    def _end_step(self, trainer: pl.Trainer) -> dict[str, float]:
+        """Return the times of the current step, or nothing if it is not measured."""
+        step = self._step
+        self._step = None
+        return step.end(trainer.strategy.model) if step is not None else {}
+
     def _skip(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._started_at = None  # what follows is not only the time for a batch
+        self._end_step(trainer)  # it will begin later than a batch is fetched
 
     on_train_epoch_start = on_validation_start = _skip
 
     @override
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._fetched_at = time.perf_counter()
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Record the step, and prepare the next one.
-
-        It is measured if all ranks start it together.
-        """
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
         if not self._is_measuring:
             return
-        if self._started_at is not None and (times := times_of_last_step(trainer.strategy.model)):
-            data = (self._fetched_at - self._started_at) * 1e3
-            self._steps.append({"data": data, **times})
+        if times := self._end_step(trainer):
+            self._steps.append(times)
         batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         if batches % self.every_n_steps == 0:
             self._compare(trainer)
-        # The same on all ranks, which meet in the barrier.
-        is_measured = batches % self.every_n_steps < _SAMPLES * trainer.accumulate_grad_batches
-        measure_next_step(trainer.strategy.model, is_measured=is_measured)
-        if is_measured:
-            trainer.strategy.barrier("SlowRanks")
-        self._started_at = time.perf_counter() if is_measured else None
+        accumulated = trainer.accumulate_grad_batches
+        exchanges_gradients = (batch_idx + 2) % accumulated == 0  # the next batch
+        if exchanges_gradients and batches % self.every_n_steps < _SAMPLES * accumulated:
+            trainer.strategy.barrier("SlowRanks")  # all ranks start the step together
+            self._step = MeasuredStep(trainer.strategy.model)
 
     def _compare(self, trainer: pl.Trainer) -> None:
         """Compare the ranks. Collective: every rank must call it."""

@@ -242,9 +242,15 @@ def result_reduced_by(trainer: Any, reduction: object) -> Any:
     return None
 
 
-def is_computing_epoch(trainer: Any) -> bool:
-    """Whether Lightning computes an epoch's logged values now, not those of a step."""
-    return private(trainer, "_logger_connector", "_first_loop_iter") is None
+def is_computing_epoch(trainer: Any, result: Any) -> bool:
+    """Whether Lightning reduces a result for an epoch, and not a value of a step.
+
+    A hook may also log a value of a step outside of a batch, as ``on_after_backward``
+    does if ``on_train_epoch_end`` calls ``manual_backward``.
+    """
+    is_in_batch = private(trainer, "_logger_connector", "_first_loop_iter") is not None
+    hook = private(trainer.lightning_module, "_current_fx_name")
+    return not is_in_batch and not (result.meta.on_step and hook == result.meta.fx)
 
 
 def results_to_compute(trainer: Any) -> list[Any]:
