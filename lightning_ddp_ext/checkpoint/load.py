@@ -61,14 +61,12 @@ class LoadOptions:
 def reading(name: str) -> Iterator[None]:
     """Convert errors in a block that reads a file to checkpoint errors.
 
-    That the file does not exist remains a ``FileNotFoundError``, as with Lightning.
-
     Args:
         name: the user's name for the file.
     """
     try:
         yield
-    except (CheckpointError, FileNotFoundError):
+    except CheckpointError:
         raise
     except Exception as error:  # of the system, a store, torch, or a class in the file
         raise CheckpointError(f"checkpoint {name} could not be read: {reason_of(error)}") from error

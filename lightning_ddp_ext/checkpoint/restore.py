@@ -146,11 +146,14 @@ def _open(stack: ExitStack, location: Location, ranks: Ranks) -> tuple[Archive |
             path = location.path
             if location.local is None:
                 path = os.path.join(stack.enter_context(TemporaryDirectory()), "checkpoint")
-                location.fs.get_file(location.path, path)
-            archive = _open_archive(stack, path, location.url)
-    except FileNotFoundError:
-        missing = f"checkpoint {location.url} does not exist for rank {ranks.rank} on host {host}"
-        return None, _View(host, error=FileNotFoundError(missing))
+            try:
+                if location.local is None:
+                    location.fs.get_file(location.path, path)
+                archive = _open_archive(stack, path, location.url)
+            except FileNotFoundError:  # remains one, as with stock
+                missing = f"checkpoint {location.url} does not exist for rank {ranks.rank}"
+                error = FileNotFoundError(f"{missing} on host {host}")
+                return None, _View(host, error=error)
     except CheckpointError as error:  # the other ranks are waiting for the view
         return None, _View(host, error=error)
     status = archive.status

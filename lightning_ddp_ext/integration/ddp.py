@@ -121,7 +121,7 @@ class GradientAveraging:
             return
         rank, numbers = unused
         averaged = list(self._averaged)
-        names = [averaged[number] for number in numbers]
+        names = [averaged[number] for number in numbers if number < len(averaged)]
         sentence = (
             f"a backward pass on rank {rank} did not reach these parameters:"
             f" {listed(names)}; DDP waits for their gradients in each backward"

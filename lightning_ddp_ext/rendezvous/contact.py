@@ -62,7 +62,6 @@ class Contact:
         self.replies: Message = {}
         self.channel = Channel(heartbeat)
         self.channel.on_message("handshake", self._handle_message)
-        self.channel.connect(0, connected)
 
     def wait_until_answered(self, reply: str, seconds: float) -> bool:
         """Wait until a reply or a refusal arrives, or the connection is closed.
@@ -201,6 +200,7 @@ def reach(
     connected = connect_socket(host, address.port, seconds)
     contact = Contact(info, connected, f"{host}:{address.port}", timeouts.heartbeat)
     try:
+        contact.channel.connect(0, connected)
         contact.channel.send("hello", {"nonce": address.nonce, **asdict(info)})
         while not contact.wait_until_answered(
             "accepted", min(timeouts.connect, deadline.remaining)

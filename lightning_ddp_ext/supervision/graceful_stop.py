@@ -109,7 +109,7 @@ class GracefulStop:
         self._acknowledge = acknowledge
         # The last stop point of the main thread, which alone sets it.
         self._position: _Position = (0, 0)
-        # Messages set it, with the channel's lock, until the ranks have agreed. Then
+        # Messages set it, with the lock of ``arrived``, until the ranks have agreed. Then
         # the main thread may postpone the target, and resets it when it stops.
         self._agreement = _Agreement()
         self._positions: dict[int, _Position] = {}  # on rank 0: of each rank that has paused

@@ -59,7 +59,7 @@ class _Question:
     """A sentence about this rank's wait, for rank 0 to find the rank that it waits for.
 
     ``call`` is the key of the open call that it is about, with which it becomes
-    obsolete; empty if the call has already ended with an error.
+    obsolete; empty if the call has ended with an error, or the wait is at a stop point.
     """
 
     text: str
@@ -266,8 +266,9 @@ class StatusPusher:
     def _handle_look(self, body: Message) -> None:
         self._heard_at = time.monotonic()
         self._is_watched = body["is_watched"]
-        # Another question may have followed the answered one.
-        if self._question is not None and self._question.text in body["answered"]:
+        # Another question may have followed the answered one, or the wait may have ended.
+        question = self._question
+        if question is not None and question.text in body["answered"]:
             self._question = None
         self._is_due = self._is_due or self._is_watched
 

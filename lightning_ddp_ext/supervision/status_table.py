@@ -45,8 +45,8 @@ _TAKES_LONGER = f"make sure that every rank makes the same calls; if one takes l
 class StatusTable:
     """The last status of each rank, and the questions that have no answer yet.
 
-    The channel's thread records statuses, and the thread of ``StatusPusher`` decides;
-    both hold the lock of ``peers.arrived``.
+    The channel's thread records the statuses of other ranks, and the thread of
+    ``StatusPusher`` rank 0's own, and decides; both hold the lock of ``peers.arrived``.
 
     Args:
         peers: the other ranks.

@@ -42,7 +42,10 @@ def test_every_argument_is_explained_in_the_docstring() -> None:
     assert re.findall(r"^    (\**\w+): \S", section, re.MULTILINE) == as_written
 
 
-NOT_POSITIVE = "{0} must be a positive number of seconds, at least 0.001 (got {1!r}); write {0}=60 for a minute"
+NOT_POSITIVE = (
+    "{0} must be a positive number of seconds, at least 0.001 (got {1!r}); write {0}=60 for a"
+    " minute"
+)
 NOT_A_DURATION = "{0} must be a number of seconds or a timedelta (got {1!r}, of type {2}); write"
 NOT_DEVICES = "devices_per_rank must be an integer of at least 1 (got {0!r}); leave it out to"
 NOT_A_FILE = "stop_checkpoint must be the name or path of a file, or None (got {0!r}); for example"

@@ -451,20 +451,3 @@ def test_a_url_that_cannot_be_reached_is_an_error_on_every_rank(tmp_path: Path) 
     assert of_rank_1 == error
     assert error.startswith(f"CheckpointError: cannot search {url} for checkpoints: ")
     assert "check that it can be reached, or pass the path of a checkpoint" in error
-
-
-def fit_from_missing_file(kind: training.Kind, directory: Path) -> str:
-    path = directory / "missing.ckpt"
-    return str(
-        training.raised(
-            FileNotFoundError, training.fit, kind, directory, training.Net(), ckpt_path=path
-        )
-    )
-
-
-def test_a_missing_file_is_the_same_error_as_with_stock(tmp_path: Path) -> None:
-    """Every rank names the file, and rank 0, which does not see it."""
-    (ours, ours_on_rank_1), _ = training.on_both(fit_from_missing_file, tmp_path)
-    assert ours == ours_on_rank_1
-    missing = tmp_path / "ours" / "missing.ckpt"
-    assert ours == f"checkpoint {missing} does not exist for rank 0 on host {HOST}"

@@ -41,8 +41,7 @@ class SlowNet(training.Net):
         self.batches = 0
 
     def be_slow_at(self, part: str) -> None:
-        is_slow = PARTS.index(part) == self.batches // BATCHES
-        if self.global_rank == self.slow_rank and is_slow:
+        if self.global_rank == self.slow_rank and PARTS.index(part) == self.batches // BATCHES:
             time.sleep(SECONDS)
 
     def training_step(self, batch: training.Batch, index: int) -> Tensor:
@@ -78,12 +77,12 @@ def measure(
     logging.getLogger("lightning_ddp_ext").addHandler(handler)
     callback = SlowRanks(every_n_steps=EVERY, ratio=2)  # tests may disturb each other
     logger = CSVLogger(directory)
-    options = {"max_epochs": 1, "limit_val_batches": 0, "logger": logger, **options}
-    trainer = training.fit(kind, directory, SlowNet(**net), callback, **options)
-    lines = [record.getMessage() for record in handler.buffer]
+    defaults = {"max_epochs": 1, "limit_val_batches": 0, "logger": logger}
+    trainer = training.fit(kind, directory, SlowNet(**net), callback, **{**defaults, **options})
+    lines = [line for record in handler.buffer if "slow" in (line := record.getMessage())]
     names = logger.experiment.metrics_keys if trainer.is_global_zero else []
     figures = sorted(name for name in names if name.startswith("slow_ranks/"))
-    return [line for line in lines if "slow" in line], callback.report, figures
+    return lines, callback.report, figures
 
 
 @pytest.mark.parametrize(
@@ -123,9 +122,11 @@ def test_a_slow_rank_is_named_once_for_each_part(
     )
     assert on_rank_1 == ([], report, [])
     assert [row["rank"] for row in report] == [0, 1]
-    parts = ("backward", "data", "forward", "waiting")
-    ends = ("ms_max", "ms_median", "rank")
-    assert figures == [f"slow_ranks/{part}_{end}" for part in parts for end in ends]
+    assert figures == [
+        f"slow_ranks/{part}_{figure}"
+        for part in ("backward", "data", "forward", "waiting")
+        for figure in ("ms_max", "ms_median", "rank")
+    ]
 
 
 def test_stock_logging_hides_a_slow_forward_pass(tmp_path: Path) -> None:
@@ -180,8 +181,7 @@ def fit_and_keep_callback(kind: training.Kind, directory: Path, hook: str, batch
             kind, directory, net, callback, training.At(hook, fail, earlier=batch), max_epochs=1
         )
     gc.collect()
-    alive = sum(model() is not None for model in models)
-    return [alive, len(net._forward_pre_hooks)]
+    return [sum(model() is not None for model in models), len(net._forward_pre_hooks)]
 
 
 @pytest.mark.parametrize("hook", ["on_before_backward", "on_train_batch_end"])
@@ -221,8 +221,16 @@ def test_a_strategy_without_ddp_gets_one_sentence(tmp_path: Path) -> None:
 
 def row(rank: int, host: str, **times: float) -> dict[str, Any]:
     """Return a rank's times in ms a step; each part that is not given takes 1 ms."""
-    place = {"rank": rank, "host": host, "device": f"cuda:{rank % 2}"}
-    return {**place, "data": 1.0, "forward": 1.0, "backward": 1.0, "waiting": 0.0, **times}
+    return {
+        "rank": rank,
+        "host": host,
+        "device": f"cuda:{rank % 2}",
+        "data": 1.0,
+        "forward": 1.0,
+        "backward": 1.0,
+        "waiting": 0.0,
+        **times,
+    }
 
 
 def test_several_slow_ranks_are_in_one_line() -> None:

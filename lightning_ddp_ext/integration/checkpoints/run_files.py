@@ -136,7 +136,8 @@ class RunFiles:
             rank_zero_info(f"ckpt_path='last' is {last}" if last else _none_found(folder, stop))
         elif trainer.state.fn == "fit" and self._ckpt_path is None and is_requeued():
             files = self._stop_checkpoints(folder, stop, "this job")
-            last = next(iter(modification_times(files)), None)
+            times = modification_times(files)
+            last = max(times, key=times.__getitem__, default=None)
         else:
             return Found(stop)
         return Found(stop, last=last, obsolete=modification_times(files))

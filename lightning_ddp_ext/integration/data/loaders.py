@@ -18,8 +18,8 @@ Loader                                            What the ranks read
 it has one of our samplers                        the loader itself
 the Trainer would put its own sampler into it,    a copy with a sampler of ours, see
 and its class iterates as torch's                 ``data.division``
-any other, and if ``data.division`` has no        the loader that the Trainer makes
-sampler for it
+any other, also if ``data.division`` has no       the loader that the Trainer makes
+sampler for it, or an evaluation is not exact
 ================================================  =====================================
 """
 
