@@ -216,9 +216,8 @@ class StepsAfterTheEpoch(Net):
         self.optimizers().step()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        value = float(self.global_step + self.global_rank)
-        self.log("step", value, sync_dist=True)
-        self.log("both", value, sync_dist=True, on_step=True, on_epoch=True)
+        self.log("step", float(self.global_step + self.global_rank), sync_dist=True)
+        self.log("both", 1.0 + self.global_rank, sync_dist=True, on_step=True, on_epoch=True)
 
 
 def values_of_steps_after_the_epoch(kind: Kind, directory: Path) -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ class Swapping(L.Callback):
 
     def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         for own, other in zip(module.parameters(), self.other, strict=True):
-            own.data, other.data = other.data, own.data  # exchanged
+            own.data, other.data = other.data, own.data
 
     on_validation_end = on_validation_start
 
