@@ -132,10 +132,22 @@ class Channel:
         This thread calls it with messages that arrived earlier, and the serving thread
         with later ones, one at a time. It holds the lock of ``arrived``, which is
         notified afterwards, and must neither wait for another thread nor for a message.
+        It also gets messages on the topic that it delivers itself.
+
+        >>> channel = Channel(heartbeat=60)
+        >>> channel.deliver("count", {"number": 1})
+        >>> def count(body):
+        ...     print(body["number"])
+        ...     if body["number"] < 2:
+        ...         channel.deliver("count", {"number": 2})
+        >>> channel.on_message("count", count)
+        1
+        2
         """
         with self.arrived:  # later messages stay behind the earlier ones
-            for body in self._unclaimed.pop(topic, []):
-                handler(body)
+            while earlier := self._unclaimed.pop(topic, []):
+                for body in earlier:
+                    handler(body)
             self._handlers[topic] = handler
 
     def forget(self, topic: str) -> None:

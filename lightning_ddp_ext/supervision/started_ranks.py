@@ -9,7 +9,7 @@ phase     lasts at most                    afterwards, the ranks that still run
 ========  ===============================  =============================================
 exiting   see below                        get SIGTERM; those that are not saving exit
 saving    ``save_within``                  are killed
-killed    5 s                              may be left behind, stuck in the kernel
+killed    5 s                              may be left behind by a script
 ========  ===============================  =============================================
 
 The first phase begins with
@@ -97,7 +97,7 @@ class ChildScripts:
         with suppress(KeyboardInterrupt):  # _stop_late has then killed the children
             stopped = _stop_late(self.children, seconds, self.save_within)
         for local_rank, child in enumerate(self.children, start=1):
-            status = child.returncode
+            status = child.poll()
             verdict = _status_in_words(status)
             if child in stopped and status is not None:
                 verdict = f"did not exit within {seconds:g} s and was stopped"
@@ -228,7 +228,7 @@ def _raise_failure(context: Any, failed: int, first_rank: int) -> None:
             first_rank=first_rank,
             finding=f"died: it {_status_in_words(process.exitcode)}; the other ranks were stopped",
         )
-    context.sentinels = {process.sentinel: failed}  # torch then knows no other process
+    context.sentinels = {process.sentinel: failed}  # torch blames this one; it still joins all
     context.join()  # always raises
 
 

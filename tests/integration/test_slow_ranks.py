@@ -75,7 +75,7 @@ def measure(
     """
     handler = BufferingHandler(capacity=1000)
     logging.getLogger("lightning_ddp_ext").addHandler(handler)
-    callback = SlowRanks(every_n_steps=EVERY, ratio=2)  # tests may disturb each other
+    callback = SlowRanks(every_n_steps=EVERY, ratio=3)  # tests may disturb each other
     logger = CSVLogger(directory)
     defaults = {"max_epochs": 1, "limit_val_batches": 0, "logger": logger}
     trainer = training.fit(kind, directory, SlowNet(**net), callback, **{**defaults, **options})
