@@ -10,8 +10,9 @@ _NEVER = 1 << 30  # steps
 
 def has_timers(model: Any) -> bool:
     """Whether this is a model in DDP, of a version of torch that has these timers."""
-    has_data = hasattr(model, "_set_ddp_runtime_logging_sample_rate")
-    return has_data and hasattr(getattr(model, "logger", None), "set_runtime_stats_and_log")
+    names = ("_set_ddp_runtime_logging_sample_rate", "_get_ddp_logging_data")
+    has_names = all(hasattr(model, name) for name in names)
+    return has_names and hasattr(getattr(model, "logger", None), "set_runtime_stats_and_log")
 
 
 class MeasuredStep:
@@ -39,10 +40,10 @@ class MeasuredStep:
         Empty if the step did not exchange gradients.
         """
         self._hook.remove()
-        if self._forward_at is None:
-            return {}
         model.logger.set_runtime_stats_and_log()  # DDP itself does this in the next step
         model._set_ddp_runtime_logging_sample_rate(_NEVER)
+        if self._forward_at is None:
+            return {}
         measured = model._get_ddp_logging_data()
         exchange = measured["backward_comm_time"] - measured["backward_compute_comm_overlap_time"]
         return {
