@@ -248,9 +248,10 @@ def is_computing_epoch(trainer: Any, result: Any) -> bool:
     A hook may also log a value of a step outside of a batch, as ``on_after_backward``
     does if ``on_train_epoch_end`` calls ``manual_backward``.
     """
-    is_in_batch = private(trainer, "_logger_connector", "_first_loop_iter") is not None
+    if private(trainer, "_logger_connector", "_first_loop_iter") is not None:
+        return False
     hook = private(trainer.lightning_module, "_current_fx_name")
-    return not is_in_batch and not (result.meta.on_step and hook == result.meta.fx)
+    return not (result.meta.on_step and hook == result.meta.fx)
 
 
 def results_to_compute(trainer: Any) -> list[Any]:
