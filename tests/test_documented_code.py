@@ -77,6 +77,10 @@ class Kill(L.Callback):
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def on_train_start(self, trainer, module):
+        if trainer.is_global_zero:
+            print("starts at step", trainer.global_step)
+
 
 if __name__ == "__main__":
     options = {"devices": 2, "accelerator": "cpu", "max_epochs": 2}
