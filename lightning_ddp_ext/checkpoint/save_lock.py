@@ -32,7 +32,7 @@ def save_if_furthest(
         token: identifies this run, the same on all its ranks.
         batches: the number of batches that this rank has finished.
         save: writes the checkpoint.
-        seconds: how long to wait for a rank that is saving.
+        seconds: how long to wait for a rank that is saving (``save_deadline``).
 
     Returns:
         Whether this rank has saved.
@@ -40,15 +40,19 @@ def save_if_furthest(
     Raises:
         TimeoutError: another rank did not finish its save in time.
     """
-    with open(lock_of(path), "a+b", buffering=0) as file:
-        _lock(file, time.monotonic() + seconds)
+    lock = lock_of(path)
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with open(lock, "a+b", buffering=0) as file:
+        _wait_for_lock(file, seconds)
         file.seek(0)
         if _saved_batches(file.read(), token) >= batches:
             return False
         try:
             save()
         except BaseException:
-            Path(file.name).unlink(missing_ok=True)  # nothing is recorded
+            # Now nothing is recorded, so another survivor saves. The file stays: a rank may
+            # be waiting for its lock, and a new file would have another one.
+            file.truncate(0)
             raise
         with suppress(OSError):  # if nothing is recorded, another survivor saves again
             file.truncate(0)
@@ -59,8 +63,35 @@ def save_if_furthest(
 def has_saved(path: str, token: str) -> bool:
     """Whether a survivor of the run has saved, as far as this host can see."""
     with suppress(OSError):
-        return _saved_batches(Path(lock_of(path)).read_bytes(), token) >= 0
+        return _saved_batches(lock_of(path).read_bytes(), token) >= 0
     return False
+
+
+def lock_of(path: str) -> Path:
+    """Return the lock file of a checkpoint; for one in a store, a file on this host."""
+    local = locate(path).local
+    if local is None:
+        name = hashlib.sha256(path.encode()).hexdigest()[:16]
+        return Path(tempfile.gettempdir(), f"lightning_ddp_ext-{name}.lock")
+    return local.with_name(f".{local.name}.lock")
+
+
+def _wait_for_lock(file: IO[bytes], seconds: float) -> None:
+    """Lock a file; raise a ``TimeoutError`` if another rank holds it for too long."""
+    deadline = time.monotonic() + seconds
+    while not _lock(file):
+        if time.monotonic() > deadline:
+            raise TimeoutError("another rank did not finish its save within save_deadline")
+        time.sleep(_POLL_SECONDS)
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Lock a file unless another rank holds it, and return whether this rank does now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _saved_batches(content: bytes, token: str) -> int:
@@ -72,25 +103,3 @@ def _saved_batches(content: bytes, token: str) -> int:
     """
     token_of_file, _, batches = content.partition(b" ")
     return int(batches) if token_of_file == token.encode() and batches.isdigit() else -1
-
-
-def lock_of(path: str) -> str:
-    """Return the lock file of a checkpoint; for one in a store, a file on this host."""
-    local = locate(path).local
-    if local is None:
-        name = hashlib.sha256(path.encode()).hexdigest()[:16]
-        return str(Path(tempfile.gettempdir(), f"lightning_ddp_ext-{name}.lock"))
-    return str(local.with_name(f".{local.name}.lock"))
-
-
-def _lock(file: IO[bytes], deadline: float) -> None:
-    """Lock a file; raise a ``TimeoutError`` if another rank holds it until the deadline."""
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    "another rank did not finish its save within save_deadline"
-                ) from None
-        time.sleep(_POLL_SECONDS)

@@ -14,13 +14,12 @@ import copy
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_ddp_ext.checkpoint.location import locate
-from lightning_ddp_ext.checkpoint.save_lock import has_saved, lock_of, save_if_furthest
+from lightning_ddp_ext.checkpoint.save_lock import has_saved, save_if_furthest
 from lightning_ddp_ext.forced_exit import delaying_forced_exit, print_in_time
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
@@ -170,7 +169,6 @@ class LastStepSaver:
         step = _find_last_step(trainer, exception)
         if step.batches <= self._stops.weights.batches_before:
             raise Refused("no step has finished since the start")
-        Path(lock_of(path)).parent.mkdir(parents=True, exist_ok=True)
         write = partial(self._write, path, step)
         if not save_if_furthest(path, self._files.found.token, step.batches, write, self._seconds):
             return ""
