@@ -40,10 +40,9 @@ def save_if_furthest(
     Raises:
         TimeoutError: another rank did not finish its save in time.
     """
-    lock = lock_of(path)
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with open(lock, "a+b", buffering=0) as file:
-        _wait_for_lock(file, seconds)
+    lock_of(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(lock_of(path), "a+b", buffering=0) as file:
+        _lock(file, time.monotonic() + seconds)
         file.seek(0)
         if _saved_batches(file.read(), token) >= batches:
             return False
@@ -76,22 +75,15 @@ def lock_of(path: str) -> Path:
     return local.with_name(f".{local.name}.lock")
 
 
-def _wait_for_lock(file: IO[bytes], seconds: float) -> None:
-    """Lock a file; raise a ``TimeoutError`` if another rank holds it for too long."""
-    deadline = time.monotonic() + seconds
-    while not _lock(file):
+def _lock(file: IO[bytes], deadline: float) -> None:
+    """Lock a file; raise a ``TimeoutError`` if another rank holds it until the deadline."""
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         if time.monotonic() > deadline:
             raise TimeoutError("another rank did not finish its save within save_deadline")
         time.sleep(_POLL_SECONDS)
-
-
-def _lock(file: IO[bytes]) -> bool:
-    """Lock a file unless another rank holds it, and return whether this rank does now."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _saved_batches(content: bytes, token: str) -> int:

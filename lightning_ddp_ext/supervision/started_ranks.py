@@ -96,17 +96,15 @@ class ChildScripts:
         stopped: list[Process] = []
         with suppress(KeyboardInterrupt):  # _stop_late has then killed the children
             stopped = _stop_late(self.children, seconds, self.save_within)
+        expected = range(256) if has_raised else {0, *STOP_STATUSES}
         for local_rank, child in enumerate(self.children, start=1):
-            status = child.poll()
-            verdict = _status_in_words(status)
-            if child in stopped and status is not None:
-                verdict = f"did not exit within {seconds:g} s and was stopped"
-            is_expected = (
-                status == 0
-                or status in STOP_STATUSES
-                or (has_raised and status is not None and status > 0)
-            )
-            if not is_expected:
+            status = child.poll()  # negative after a signal; None if it could not be killed
+            if status not in expected:
+                verdict = (
+                    f"did not exit within {seconds:g} s and was stopped"
+                    if child in stopped and status is not None
+                    else _status_in_words(status)
+                )
                 sys.stderr.write(f"local rank {local_rank} (pid {child.pid}) {verdict}\n")
 
 
