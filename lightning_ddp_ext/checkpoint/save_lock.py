@@ -49,8 +49,8 @@ def save_if_furthest(
         try:
             save()
         except BaseException:
-            # Now nothing is recorded, so another survivor saves. The file stays: a rank may
-            # be waiting for its lock, and a new file would have another one.
+            # Record nothing, so that another survivor saves. Keep the file: ranks may be
+            # waiting for its lock, and others would lock a new file at the same time.
             file.truncate(0)
             raise
         with suppress(OSError):  # if nothing is recorded, another survivor saves again

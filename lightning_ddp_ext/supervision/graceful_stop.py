@@ -116,9 +116,9 @@ class GracefulStop:
         self._half = limit.total_seconds() / 2
         self._acknowledge = acknowledge
         self._topic = f"stop {run}"
-        # The state, which both the main thread and the handler of messages read and change,
-        # always with the lock of ``arrived``: a rank pauses either before or after it
-        # passes a stop point. In the order in which they are set:
+        # The state, in the order in which it is set. The main thread and the handler of
+        # messages read and change it with the lock of ``arrived``, so that a rank pauses
+        # either before or after it passes a stop point.
         self._position = _Position(0)  # at which the main thread is, or the last one it passed
         self._request: StopRequest | None = None  # the first one; from then on, ranks pause
         self._paused_at: dict[int, _Position] = {}  # on rank 0: by rank
@@ -197,6 +197,7 @@ class GracefulStop:
                 )
                 self._peers.wait_for(lambda: self._target is not None)
             self._peers.check()
+            # It is still missing if a rank left in order, which ends the wait.
             return self._target is not None and position >= self._target
 
     def _take_request(self) -> StopRequest | None:
@@ -218,7 +219,7 @@ class GracefulStop:
         """
         if self._peers.cause is None and current_run() is not None:
             request = StopRequest(signum, self._peers.rank, self._peers.mine.host)
-            self._limit_stop(request)
+            self._limit_stop(request)  # now, in case rank 0 does not reply
             self._peers.tell([0], self._topic, {"request": asdict(request)})
 
     def _request_received_stop(self) -> None:
@@ -227,7 +228,7 @@ class GracefulStop:
             self._request_stop(self.signals.received[-1])
 
     def _handle_message(self, body: Message) -> None:
-        """Handle a message, in the order in which they are sent; the lock is held."""
+        """Handle a message; the cases are in the order in which messages are sent."""
         match body:
             case {"request": request}:  # to rank 0, which sends the first one to all others
                 if self._request is None:
@@ -235,8 +236,8 @@ class GracefulStop:
             case {"position": position}:  # of a rank that has paused, to rank 0
                 self._paused_at[body["from"]] = _Position(*position)
                 if len(self._paused_at) == len(self._peers.everyone):
-                    body = {"target": max(self._paused_at.values()).next_step()}
-                    self._peers.tell(self._peers.everyone, self._topic, body)
+                    target = max(self._paused_at.values()).next_step()
+                    self._peers.tell(self._peers.everyone, self._topic, {"target": target})
             case {"target": target}:  # to all ranks
                 self._target = _Position(*target)
 

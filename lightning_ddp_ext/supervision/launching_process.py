@@ -1,13 +1,14 @@
 """Stop this rank with the process that started it, or report that process's exit.
 
-=============================  ========================================================
-This process                   stops with that process because of
-=============================  ========================================================
-is a script that ran itself    :func:`stop_with_script`, at the import
-runs a function as a rank      :func:`stop_with_multiprocessing`, before the function
-was started by another         :func:`stop_with_parent`, if the launcher does not stop
-launcher                       its ranks itself
-=============================  ========================================================
+=============================  =========================================================
+A rank                         stops with that process, because it calls
+=============================  =========================================================
+that a script started          :func:`stop_with_script` at the import
+that runs a function           :func:`stop_with_multiprocessing` before the function
+of torchrun or Open MPI        :func:`stop_with_parent` when it connects
+=============================  =========================================================
+
+Other launchers stop their ranks themselves.
 """
 
 from __future__ import annotations

@@ -175,6 +175,7 @@ class _SignalThread:
 def _listen(
     reader: socket.socket, handled: set[signal.Signals], on_signal: Callable[[int], None]
 ) -> None:
+    """Call ``on_signal`` with each number that is read, until the other end is shut down."""
     with reader:
         while numbers := reader.recv(64):
             for signum in handled.intersection(numbers):

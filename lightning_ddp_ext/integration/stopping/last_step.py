@@ -163,7 +163,7 @@ class LastStepSaver:
             Refused: the step cannot be saved.
         """
         trainer = self._strategy.current_trainer
-        self._refuse_uncertain(trainer, exception)
+        self._refuse_unsafe(trainer, exception)
         step = _find_last_step(trainer, exception)
         if step.batches <= self._stops.weights.batches_before:
             raise Refused("no step has finished since the start")
@@ -175,10 +175,9 @@ class LastStepSaver:
             f" ckpt_path='last') or ckpt_path={path!r}"
         )
 
-    def _refuse_uncertain(self, trainer: Any, exception: BaseException) -> None:
-        """Raise :class:`Refused` if the run would not continue with the last step's weights."""
-        module = trainer.lightning_module
-        # Those for which no step of this fit can be saved.
+    def _refuse_unsafe(self, trainer: Any, exception: BaseException) -> None:
+        """Raise :class:`Refused` if a run that resumes might not continue after the last step."""
+        # Nothing can be saved in this fit, whatever happens.
         if trainer.fast_dev_run:
             raise Refused("fast_dev_run saves nothing")
         if averages_models(self._strategy):
@@ -191,7 +190,8 @@ class LastStepSaver:
             raise Refused(
                 'with resume_data="stock", training would not continue with the next step'
             )
-        # Those for which the weights may not be those after the last finished step.
+        # The weights may not be those after the last finished step.
+        module = trainer.lightning_module
         if is_in_tuner(exception):
             raise Refused("a tuner has changed the weights")
         if is_in_optimizer_step(trainer) and not is_in_closure(exception, trainer):

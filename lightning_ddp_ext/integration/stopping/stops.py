@@ -113,7 +113,7 @@ class StopController:
         self.has_saved = False
         self._trainer = trainer
         self._run = run
-        self._checkpoints.run = run
+        self._checkpoints.run = run  # decides whether ranks still cooperate in saves
         session = current_session()
         if session is None:
             return
@@ -197,24 +197,13 @@ class StopController:
         """
         if agreed is None:
             return
-        self.stopped = point  # before the save, which records it
+        self.stopped = point  # before the save, since the checkpoint records it
         saved = self._save() if self.weights.has_trained else "nothing to save yet"
-        self._checkpoints.finish()  # the process exits after this, so no save may be running
+        self._checkpoints.finish()  # no save may continue in the background at the exit
         rank_zero_info(f"{agreed}: all ranks stop {self._describe_point()}; {saved}")
-        environment = self._strategy.cluster_environment
-        if self._trainer.is_global_zero and needs_requeue(environment, agreed.signum):
-            for logger in self._trainer.loggers:
-                logger.finalize("finished")
-            rank_zero_info(requeue())  # last, because SLURM may end this process meanwhile
+        self._requeue_if_needed(agreed.signum)  # last, because SLURM may end this process
         treat_next_exception_as_stop(self._trainer)
         raise StoppedException(agreed.signum)
-
-    def _describe_point(self) -> str:
-        if self._trainer.state.fn != "fit":
-            return f"during trainer.{self._trainer.state.fn.value}"
-        if not self.weights.has_trained:
-            return "before the first step"
-        return f"after step {self._trainer.global_step}"
 
     def _save(self) -> str:
         """Save the stop checkpoint, and return what to log about it. Collective."""
@@ -224,8 +213,23 @@ class StopController:
         self._checkpoints.finish_earlier()
         self._trainer.save_checkpoint(path)
         self.has_saved = True
-        remedy = (
-            "resume with the same command and trainer.fit(..., ckpt_path='last'), or pass this path"
-            " as ckpt_path"
+        return (
+            f"saved to {path}; resume with the same command and trainer.fit(...,"
+            " ckpt_path='last'), or pass this path as ckpt_path"
         )
-        return f"saved to {path}; {remedy}"
+
+    def _describe_point(self) -> str:
+        if self._trainer.state.fn != "fit":
+            return f"during trainer.{self._trainer.state.fn.value}"
+        if not self.weights.has_trained:
+            return "before the first step"
+        return f"after step {self._trainer.global_step}"
+
+    def _requeue_if_needed(self, signum: int) -> None:
+        """Requeue the SLURM job on rank 0, if its end after this signal is not final."""
+        if self._trainer.is_global_zero and needs_requeue(
+            self._strategy.cluster_environment, signum
+        ):
+            for logger in self._trainer.loggers:
+                logger.finalize("finished")
+            rank_zero_info(requeue())
