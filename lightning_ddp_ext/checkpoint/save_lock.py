@@ -32,7 +32,7 @@ def save_if_furthest(
         token: identifies this run, the same on all its ranks.
         batches: the number of batches that this rank has finished.
         save: writes the checkpoint.
-        seconds: how long to wait for a rank that is saving.
+        seconds: how long to wait for a rank that is saving (``save_deadline``).
 
     Returns:
         Whether this rank has saved.
@@ -40,6 +40,7 @@ def save_if_furthest(
     Raises:
         TimeoutError: another rank did not finish its save in time.
     """
+    lock_of(path).parent.mkdir(parents=True, exist_ok=True)
     with open(lock_of(path), "a+b", buffering=0) as file:
         _lock(file, time.monotonic() + seconds)
         file.seek(0)
@@ -48,7 +49,9 @@ def save_if_furthest(
         try:
             save()
         except BaseException:
-            Path(file.name).unlink(missing_ok=True)  # nothing is recorded
+            # Record nothing, so that another survivor saves. Keep the file: ranks may be
+            # waiting for its lock, and others would lock a new file at the same time.
+            file.truncate(0)
             raise
         with suppress(OSError):  # if nothing is recorded, another survivor saves again
             file.truncate(0)
@@ -59,8 +62,28 @@ def save_if_furthest(
 def has_saved(path: str, token: str) -> bool:
     """Whether a survivor of the run has saved, as far as this host can see."""
     with suppress(OSError):
-        return _saved_batches(Path(lock_of(path)).read_bytes(), token) >= 0
+        return _saved_batches(lock_of(path).read_bytes(), token) >= 0
     return False
+
+
+def lock_of(path: str) -> Path:
+    """Return the lock file of a checkpoint; for one in a store, a file on this host."""
+    local = locate(path).local
+    if local is None:
+        name = hashlib.sha256(path.encode()).hexdigest()[:16]
+        return Path(tempfile.gettempdir(), f"lightning_ddp_ext-{name}.lock")
+    return local.with_name(f".{local.name}.lock")
+
+
+def _lock(file: IO[bytes], deadline: float) -> None:
+    """Lock a file; raise a ``TimeoutError`` if another rank holds it until the deadline."""
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError("another rank did not finish its save within save_deadline")
+        time.sleep(_POLL_SECONDS)
 
 
 def _saved_batches(content: bytes, token: str) -> int:
@@ -72,25 +95,3 @@ def _saved_batches(content: bytes, token: str) -> int:
     """
     token_of_file, _, batches = content.partition(b" ")
     return int(batches) if token_of_file == token.encode() and batches.isdigit() else -1
-
-
-def lock_of(path: str) -> str:
-    """Return the lock file of a checkpoint; for one in a store, a file on this host."""
-    local = locate(path).local
-    if local is None:
-        name = hashlib.sha256(path.encode()).hexdigest()[:16]
-        return str(Path(tempfile.gettempdir(), f"lightning_ddp_ext-{name}.lock"))
-    return str(local.with_name(f".{local.name}.lock"))
-
-
-def _lock(file: IO[bytes], deadline: float) -> None:
-    """Lock a file; raise a ``TimeoutError`` if another rank holds it until the deadline."""
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    "another rank did not finish its save within save_deadline"
-                ) from None
-        time.sleep(_POLL_SECONDS)

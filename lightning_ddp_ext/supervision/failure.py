@@ -88,8 +88,8 @@ def supervised(
 def _limit_exit(exception: BaseException, is_needed: Callable[[], bool] = lambda: True) -> None:
     """Limit the time until this process exits or ``is_needed`` returns False."""
     session = current_session()
-    if session is not None:
-        session.limit_exit(reason_of(exception).partition("\n")[0], is_needed)
+    if session is not None and session.deadline is not None:
+        session.deadline.limit_exit(reason_of(exception).partition("\n")[0], is_needed)
 
 
 def explain(exception: BaseException, save: Save = lambda exception: None) -> BaseException:

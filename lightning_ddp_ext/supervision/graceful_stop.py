@@ -13,22 +13,28 @@ complete it. Until a signal arrives, a stop point only counts.
 
 If ranks have evaluations of different lengths, that stop point may be a step that a
 rank does not have. The ranks are then in different calls, which ends the run as usual.
+
+If a rank neither stops in time, nor exits in time after an exception, its
+:class:`SaveDeadline` ends the process.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from signal import Signals
+from typing import NamedTuple
 
 from lightning_ddp_ext.forced_exit import ForcedExit
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.channel import Message
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext
+from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.rendezvous.runs import current_run
-from lightning_ddp_ext.supervision.session import Session
+from lightning_ddp_ext.supervision.pusher import StatusPusher
 from lightning_ddp_ext.supervision.signals import StopSignals, status_of
 from lightning_ddp_ext.supervision.stacks import call_site_of, main_frame
 from lightning_ddp_ext.threads import start_thread
@@ -38,9 +44,6 @@ _END_TOGETHER = (
     " rank do so with trainer.strategy.reduce_boolean_decision(stop, all=False); if the ranks have"
     " different numbers of batches, use DDPExtStrategy(uneven_inputs='stop_at_shortest')"
 )
-# A stop point: the number of those outside of evaluations so far, and the number of
-# evaluation steps since the last of them; ordered as the program passes them.
-_Position = tuple[int, int]
 _SECONDS_AFTER_SAVES = 3.0  # from a finished save to the exit, after the deadline
 
 
@@ -56,65 +59,70 @@ class StopRequest:
         return f"{Signals(self.signum).name} to rank {self.rank} (host {self.host})"
 
 
-@dataclass(frozen=True)
-class _Agreement:
-    """How far the ranks have agreed to stop, as this rank knows.
+class _Position(NamedTuple):
+    """A stop point, ordered as the program passes them.
 
-    ===================  ===========  ==========
-    state                ``request``  ``target``
-    ===================  ===========  ==========
-    no stop requested    ``None``     ``None``
-    pausing              the first    ``None``
-    agreed               the first    a position
-    ===================  ===========  ==========
-
-    The ranks stop at the first stop point from ``target`` on.
+    >>> _Position(3).next_step()
+    _Position(point=3, step=1)
+    >>> _Position(3, step=1).next_step() < _Position(3, step=1).next_point()
+    True
     """
 
-    request: StopRequest | None = None
-    target: _Position | None = None
+    point: int  # the number of those outside of evaluations so far
+    step: int = 0  # the number of evaluation steps since the last of them
+
+    def next_point(self) -> _Position:
+        """Return the next stop point outside of evaluations."""
+        return _Position(self.point + 1)
+
+    def next_step(self) -> _Position:
+        """Return the very next stop point, which exists if an evaluation is under way."""
+        return _Position(self.point, self.step + 1)
 
 
 class GracefulStop:
     """This rank's part in stopping together in one run, the Trainer's call.
 
-    The topic of its messages has the number of the run. Those of ranks that have
-    started it earlier are thus kept until this rank does, and later ones are dropped.
-
     Args:
-        session: this rank's session, in which all ranks begin a run with stop points.
-        deadline: the time from the first signal or an exception until ranks that are
-            still running must exit.
+        context: this rank's connections.
+        statuses: finds the rank that others wait for.
+        run: the number of the run, the same on all ranks. The topic of the messages has
+            it, so those of ranks that have started the run earlier are kept until this
+            rank does.
+        limit: the time from the first signal or an exception until ranks that are still
+            running must exit.
         acknowledge: called on rank 0 with the first request, in a thread.
 
     Attributes:
         signals: this process's signal handlers, which the caller installs.
+        deadline: makes this process exit when the limit has passed.
     """
 
     def __init__(
         self,
-        session: Session,
-        deadline: timedelta,
+        context: ProcessContext,
+        statuses: StatusPusher,
+        *,
+        run: int,
+        limit: timedelta,
         acknowledge: Callable[[StopRequest], object],
     ) -> None:
-        session.runs += 1
-        session.limit_exit = self._limit_exit
         self.signals = StopSignals(self._request_stop, _run_has_ended)
-        self._barriers = session.context.barriers
-        self._peers = session.context.peers
-        self._statuses = session.statuses
-        self._seconds = deadline.total_seconds()
+        self.deadline = SaveDeadline(context, limit, self._silent_ranks)
+        self._barriers = context.barriers
+        self._peers = context.peers
+        self._statuses = statuses
         # The longest wait for another rank; then there is time for one to save alone.
-        self._half = self._seconds / 2
+        self._half = limit.total_seconds() / 2
         self._acknowledge = acknowledge
-        # The last stop point of the main thread, which alone sets it.
-        self._position: _Position = (0, 0)
-        # Messages set it, with the lock of ``arrived``, until the ranks have agreed. Then
-        # the main thread may postpone the target, and resets it when it stops.
-        self._agreement = _Agreement()
-        self._positions: dict[int, _Position] = {}  # on rank 0: of each rank that has paused
-        self._forced_exit = ForcedExit("ddpx-stop-deadline")
-        self._topic = f"stop {session.runs}"
+        self._topic = f"stop {run}"
+        # The state, in the order in which it is set. The main thread and the handler of
+        # messages read and change it with the lock of ``arrived``, so that a rank pauses
+        # either before or after it passes a stop point.
+        self._position = _Position(0)  # at which the main thread is, or the last one it passed
+        self._request: StopRequest | None = None  # the first one; from then on, ranks pause
+        self._paused_at: dict[int, _Position] = {}  # on rank 0: by rank
+        self._target: _Position | None = None  # ranks stop at the first point from it on
         self._peers.channel.on_message(self._topic, self._handle_message)
 
     def end(self) -> None:
@@ -122,7 +130,7 @@ class GracefulStop:
         self.signals.restore()
         self._take_request()
         self._acknowledge = lambda request: None  # this object outlives the Trainer
-        self._forced_exit.cancel()
+        self.deadline.cancel()
 
     # Stop points, in the main thread.
 
@@ -135,12 +143,7 @@ class GracefulStop:
             RankFailedError: a rank died or failed, which takes precedence over a
                 request; it may be a subclass.
         """
-        return self._take_request() if self._is_due_at(self._next_outside) else None
-
-    @property
-    def _next_outside(self) -> _Position:
-        """The next stop point outside of evaluation steps."""
-        return (self._position[0] + 1, 0)
+        return self._take_request() if self._stops_at(self._position.next_point()) else None
 
     def at_step(self, may_stop: Callable[[], bool]) -> StopRequest | None:
         """Return the request if all ranks stop here.
@@ -152,11 +155,12 @@ class GracefulStop:
                 If it returns False, they stop at the next point outside of evaluation
                 steps.
         """
-        if not self._is_due_at(_next_step(self._position)):
+        if not self._stops_at(self._position.next_step()):
             return None
         if may_stop():
             return self._take_request()
-        self._agreement = replace(self._agreement, target=self._next_outside)
+        with self._peers.arrived:
+            self._target = self._position.next_point()
         return None
 
     def at_last_point(self) -> StopRequest | None:
@@ -174,37 +178,39 @@ class GracefulStop:
         )
         return self.at_point()
 
-    def _is_due_at(self, position: _Position) -> bool:
+    def _stops_at(self, position: _Position) -> bool:
         """Whether the ranks stop at this point; waits until they have agreed where.
 
         Raises:
             RankFailedError: a rank died or failed meanwhile; it may be a subclass.
         """
-        # At the point before, so that the ranks can agree on this one.
+        # Before the position changes, so that the ranks can agree on this point.
         self._request_received_stop()
-        self._position = position
-        if self._agreement.request is None:
-            return False
         with self._peers.arrived:
-            if not self._peers.wait_for(lambda: self._agreement.target is not None, self._half):
+            self._position = position
+            if self._request is None:
+                return False
+            if not self._peers.wait_for(lambda: self._target is not None, self._half):
                 self._statuses.ask_and_wait(
                     f"rank {self._peers.rank} has waited at its stop point for half of"
                     f" save_deadline, {self._half:g} s"
                 )
-                self._peers.wait_for(lambda: self._agreement.target is not None)
+                self._peers.wait_for(lambda: self._target is not None)
             self._peers.check()
-            return self._agreement.target is not None and self._position >= self._agreement.target
+            # It is still missing if a rank left in order, which ends the wait.
+            return self._target is not None and position >= self._target
 
     def _take_request(self) -> StopRequest | None:
         """Return the request, and drop the messages of later ones in this run."""
         with self._peers.arrived:
-            request = self._agreement.request
-            self._agreement = _Agreement()
+            request = self._request
+            self._request = None
+            self._target = None
             self._statuses.lift_limit()
             self._peers.channel.forget(self._topic)
             return request
 
-    # Requests, in other threads.
+    # Requests and their messages, in other threads.
 
     def _request_stop(self, signum: int) -> None:
         """Have all ranks stop; for any thread, but not for a signal handler.
@@ -213,46 +219,89 @@ class GracefulStop:
         """
         if self._peers.cause is None and current_run() is not None:
             request = StopRequest(signum, self._peers.rank, self._peers.mine.host)
-            self._limit_stop(request)
+            self._limit_stop(request)  # now, in case rank 0 does not reply
             self._peers.tell([0], self._topic, {"request": asdict(request)})
 
     def _request_received_stop(self) -> None:
         """Request a stop for a received signal, in case no other thread was woken."""
-        if self.signals.received is not None:
-            self._request_stop(self.signals.received)
+        if self.signals.received:
+            self._request_stop(self.signals.received[-1])
 
     def _handle_message(self, body: Message) -> None:
-        """Handle a request, a rank's position (on rank 0), or the target."""
-        if "target" in body:  # JSON has made a list of it
-            self._agreement = replace(self._agreement, target=tuple(body["target"]))
-        elif "position" in body:
-            self._positions[body["from"]] = tuple(body["position"])
-            if len(self._positions) == len(self._peers.everyone):
-                target = _next_step(max(self._positions.values()))
-                self._peers.tell(self._peers.everyone, self._topic, {"target": target})
-        elif self._agreement.request is None:
-            self._pause(StopRequest(**body["request"]))
+        """Handle a message; the cases are in the order in which messages are sent."""
+        match body:
+            case {"request": request}:  # to rank 0, which sends the first one to all others
+                if self._request is None:
+                    self._pause(StopRequest(**request))
+            case {"position": position}:  # of a rank that has paused, to rank 0
+                self._paused_at[body["from"]] = _Position(*position)
+                if len(self._paused_at) == len(self._peers.everyone):
+                    target = max(self._paused_at.values()).next_step()
+                    self._peers.tell(self._peers.everyone, self._topic, {"target": target})
+            case {"target": target}:  # to all ranks
+                self._target = _Position(*target)
 
     def _pause(self, request: StopRequest) -> None:
-        """Wait at the next stop point, and send rank 0 this rank's position.
+        """Let the main thread pass no stop point, and send rank 0 the last one it passed.
 
         On rank 0, first pause the other ranks.
         """
         if self._peers.rank == 0:
             self._peers.channel.send(self._topic, {"request": asdict(request)})
             start_thread("ddpx-stop", self._acknowledge, request)
-        self._agreement = _Agreement(request)
+        self._request = request
         self._limit_stop(request)
-        # Read after the request is set, while the main thread sets the position before
-        # it reads the request: if that misses the request, this reads the new position.
         self._peers.tell([0], self._topic, {"position": self._position})
 
-    # The deadline, after which this process exits in the middle of whatever it does.
+    def _limit_stop(self, request: StopRequest) -> None:
+        """Limit the time until the ranks stop, and the waits of each for another one."""
+        self._statuses.limit_waits(self._half, "half of save_deadline,")
+        self.deadline.limit_stop(request)
 
-    def _limit_exit(self, reason: str, is_needed: Callable[[], bool]) -> None:
+    def _silent_ranks(self) -> list[RankInfo]:
+        """Return the ranks that have not paused, if this is rank 0, which waits for them."""
+        # Without the lock, since a process whose threads are stuck also has to exit.
+        is_waiting = self._request is not None and self._target is None and self._peers.rank == 0
+        return [
+            info for info in self._peers.table if is_waiting and info.rank not in self._paused_at
+        ]
+
+
+class SaveDeadline:
+    """Makes this process exit in the middle of whatever it does, after a time limit.
+
+    The limit begins with the first signal or exception, and is called ``save_deadline``
+    in the message.
+
+    Args:
+        context: this rank's connections.
+        limit: the time until the exit.
+        silent_ranks: returns the ranks that delay a stop, for the message.
+    """
+
+    def __init__(
+        self,
+        context: ProcessContext,
+        limit: timedelta,
+        silent_ranks: Callable[[], list[RankInfo]],
+    ) -> None:
+        self._rank = context.peers.rank
+        self._seconds = limit.total_seconds()
+        self._silent_ranks = silent_ranks
+        self._forced_exit = ForcedExit("ddpx-stop-deadline")
+
+    def limit_stop(self, request: StopRequest) -> None:
+        """Limit the time until the ranks stop."""
+        self._forced_exit.start(
+            self._seconds,
+            status_of(request.signum),
+            partial(self._message, f"{request}: the ranks have not stopped"),
+        )
+
+    def limit_exit(self, reason: str, is_needed: Callable[[], bool]) -> None:
         """Limit the time until this rank exits after an exception.
 
-        It exits even if hooks or teardown block. :meth:`end` lifts the limit.
+        It exits even if hooks or teardown block.
 
         Args:
             reason: the exception.
@@ -262,48 +311,24 @@ class GracefulStop:
         self._forced_exit.start(
             self._seconds,
             1,
-            partial(
-                self._explain_exit,
-                f"{reason}; the process raised an exception and has not exited",
-            ),
+            partial(self._message, f"{reason}; the process raised an exception and has not exited"),
             is_needed=is_needed,
             seconds_after_saves=_SECONDS_AFTER_SAVES,
         )
 
-    def _limit_stop(self, request: StopRequest) -> None:
-        """Limit the time until the ranks stop, and the waits of each for another one."""
-        self._statuses.limit_waits(self._half, "half of save_deadline,")
-        self._forced_exit.start(
-            self._seconds,
-            status_of(request.signum),
-            partial(self._explain_exit, f"{request}: the ranks have not stopped"),
-        )
+    def cancel(self) -> None:
+        """Lift the limit; a later exception sets it again."""
+        self._forced_exit.cancel()
 
-    def _explain_exit(self, finding: str) -> str:
-        """Return the last message of this process; on rank 0, it names silent ranks."""
-        rank = self._peers.rank
-        is_pausing = self._agreement.request is not None and self._agreement.target is None
-        silent = [
-            info
-            for info in self._peers.table
-            if rank == 0 and is_pausing and info.rank not in self._positions
-        ]
+    def _message(self, finding: str) -> str:
+        """Return the last message of this process."""
+        silent = self._silent_ranks()
         silence = f", and {listed(silent)} did not answer" if silent else ""
         return (
-            f"[rank {rank}] {finding} within {self._seconds:g} s (save_deadline){silence}, so"
-            f" rank {rank} exits at {call_site_of(main_frame())}; earlier checkpoints are"
+            f"[rank {self._rank}] {finding} within {self._seconds:g} s (save_deadline){silence},"
+            f" so rank {self._rank} exits at {call_site_of(main_frame())}; earlier checkpoints are"
             " intact. Pass a longer save_deadline if the ranks only need more time"
         )
-
-
-def _next_step(position: _Position) -> _Position:
-    """Return the first stop point after a position, if an evaluation is under way.
-
-    >>> _next_step((3, 0)), _next_step((3, 1)) < (4, 0)
-    ((3, 1), True)
-    """
-    point, step = position
-    return (point, step + 1)
 
 
 def _run_has_ended() -> bool:

@@ -1,4 +1,15 @@
-"""Stop this rank with the process that started it, or report that process's exit."""
+"""Stop this rank with the process that started it, or report that process's exit.
+
+=============================  =========================================================
+A rank                         stops with that process, because it calls
+=============================  =========================================================
+that a script started          :func:`stop_with_script` at the import
+that runs a function           :func:`stop_with_multiprocessing` before the function
+of torchrun or Open MPI        :func:`stop_with_parent` when it connects
+=============================  =========================================================
+
+Other launchers stop their ranks themselves.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +29,13 @@ _PR_SET_PDEATHSIG = 1  # from prctl.h
 
 
 def stop_with_script() -> None:
-    """Stop with the script that started this rank; called at the import.
-
-    Do nothing in other processes.
-    """
+    """Stop with the script that started this one; do nothing in other processes."""
     if os.environ.get(LAUNCHER_PID) == str(os.getppid()):
         stop_with_parent()
 
 
-def stop_with_launching_process() -> None:
-    """Stop with the process that started this one with multiprocessing."""
+def stop_with_multiprocessing() -> None:
+    """Stop with the process that started this one with ``multiprocessing``."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None  # multiprocessing has started this process
     stop_with_parent()
@@ -53,6 +61,7 @@ def stop_with_parent() -> None:
 
 
 def _stop_after(launcher: BaseProcess) -> None:
+    """Wait until the launcher exits, then stop this process as the kernel would."""
     launcher.join()
     os.kill(os.getpid(), signal.SIGTERM)
 

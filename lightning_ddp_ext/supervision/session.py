@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import cast
 
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current, join
 from lightning_ddp_ext.rendezvous.request import Request
+from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, SaveDeadline, StopRequest
 from lightning_ddp_ext.supervision.pusher import StatusPusher
 
 
@@ -19,17 +21,30 @@ class Session:
     Attributes:
         context: the connections and process groups.
         statuses: finds the rank that others wait for.
-        runs: the number of runs with stop points that this rank has started.
-        limit_exit: limits the time until this process exits after an exception; called
-            with the reason, and a function that returns whether the exit is still
-            needed. The last of these runs sets it; before the first, there is no limit.
+        deadline: limits the time until this process exits after an exception; that of the
+            last run with stop points. ``None``, so that there is no limit, before the
+            first one.
     """
 
     def __init__(self, context: ProcessContext) -> None:
         self.context = context
         self.statuses = StatusPusher(context)
-        self.runs = 0
-        self.limit_exit: Callable[[str, Callable[[], bool]], None] = lambda reason, is_needed: None
+        self._runs = 0  # with stop points, which this rank has started
+        self.deadline: SaveDeadline | None = None
+
+    def start_stops(
+        self, limit: timedelta, acknowledge: Callable[[StopRequest], object]
+    ) -> GracefulStop:
+        """Start a run with stop points; every rank must start the same ones.
+
+        For the arguments, see :class:`GracefulStop`.
+        """
+        self._runs += 1
+        stop = GracefulStop(
+            self.context, self.statuses, run=self._runs, limit=limit, acknowledge=acknowledge
+        )
+        self.deadline = stop.deadline
+        return stop
 
 
 def start_session(request: Request) -> Session | None:

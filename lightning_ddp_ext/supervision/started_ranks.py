@@ -37,6 +37,8 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeAlias
 
+from torch.multiprocessing import ProcessContext
+
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
 from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals
 
@@ -96,17 +98,15 @@ class ChildScripts:
         stopped: list[Process] = []
         with suppress(KeyboardInterrupt):  # _stop_late has then killed the children
             stopped = _stop_late(self.children, seconds, self.save_within)
+        expected = range(256) if has_raised else {0, *STOP_STATUSES}
         for local_rank, child in enumerate(self.children, start=1):
-            status = child.poll()
-            verdict = _status_in_words(status)
-            if child in stopped and status is not None:
-                verdict = f"did not exit within {seconds:g} s and was stopped"
-            is_expected = (
-                status == 0
-                or status in STOP_STATUSES
-                or (has_raised and status is not None and status > 0)
-            )
-            if not is_expected:
+            status = child.poll()  # negative after a signal; None if it could not be killed
+            if status not in expected:
+                verdict = (
+                    f"did not exit within {seconds:g} s and was stopped"
+                    if child in stopped and status is not None
+                    else _status_in_words(status)
+                )
                 sys.stderr.write(f"local rank {local_rank} (pid {child.pid}) {verdict}\n")
 
 
@@ -128,14 +128,16 @@ def record_started(started: ChildScripts) -> None:
 # Ranks of functions.
 
 
-def join_ranks(context: Any, *, results_file: str, stop_within: float, first_rank: int) -> None:
+def join_ranks(
+    context: ProcessContext, *, results_file: str, stop_within: float, first_rank: int
+) -> None:
     """Wait for the ranks of this node, which run as processes, and pass SIGTERM on to them.
 
     After the first failure, the other ranks get some time to print why they exit.
 
     Args:
         context: torch's object for the started processes, in the order of their local
-            ranks, which start at 0; torch does not annotate its attributes.
+            ranks, which start at 0.
         results_file: the file that local rank 0 writes if it succeeds.
         stop_within: the seconds in which the ranks must stop together after a signal,
             or save after a failure.
@@ -168,7 +170,7 @@ def join_ranks(context: Any, *, results_file: str, stop_within: float, first_ran
         )
 
 
-def _run_to_end(processes: Sequence[Any], stop_within: float) -> int | None:
+def _run_to_end(processes: Sequence[BaseProcess], stop_within: float) -> int | None:
     """Wait until all processes exit, and stop those that run on after a failure.
 
     Return the local rank of the first process that failed, if any.
@@ -186,9 +188,11 @@ def _run_to_end(processes: Sequence[Any], stop_within: float) -> int | None:
         raise
 
 
-def _wait_for_failure(processes: Sequence[Any]) -> int | None:
+def _wait_for_failure(processes: Sequence[BaseProcess]) -> int | None:
     """Wait until one has failed or all have exited; return the failed local rank."""
-    running = {process.sentinel: local_rank for local_rank, process in enumerate(processes)}
+    running: dict[Any, int] = {
+        process.sentinel: local_rank for local_rank, process in enumerate(processes)
+    }
     while running:
         for sentinel in connection.wait(list(running)):
             local_rank = running.pop(sentinel)
@@ -198,24 +202,24 @@ def _wait_for_failure(processes: Sequence[Any]) -> int | None:
     return None
 
 
-def _pass_on(processes: Sequence[Any], signum: int) -> None:
+def _pass_on(processes: Sequence[BaseProcess], signum: int) -> None:
     """Pass a signal on to the first running rank, which makes all ranks stop.
 
     Called on the thread of ``StopSignals``, and on the main thread after Ctrl-C.
     """
     for process in processes:
-        if process.exitcode is None:
+        if process.exitcode is None and process.pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signum)
             return
 
 
-def _raise_failure(context: Any, failed: int, first_rank: int) -> None:
+def _raise_failure(context: ProcessContext, failed: int, first_rank: int) -> None:
     """Raise for the local rank that failed, as :func:`join_ranks` does.
 
-    torch raises the error of a process whose sentinel (a descriptor that is readable
-    after its exit) it still has. The others, which exited later, might be blamed
-    instead.
+    torch raises the error of any failed process whose sentinel, the descriptor by which
+    it waits for the exit, is in its table. Several may have failed meanwhile, so only that
+    of the first one is left there.
     """
     process = context.processes[failed]
     if process.exitcode in STOP_STATUSES:
@@ -228,12 +232,17 @@ def _raise_failure(context: Any, failed: int, first_rank: int) -> None:
             first_rank=first_rank,
             finding=f"died: it {_status_in_words(process.exitcode)}; the other ranks were stopped",
         )
-    context.sentinels = {process.sentinel: failed}  # torch blames this one; it still joins all
-    context.join()  # always raises
+    context.sentinels = {process.sentinel: failed}
+    context.join()  # joins all processes, and always raises
 
 
 def _error_of(
-    kind: type[RankFailedError], process: Any, *, local_rank: int, first_rank: int, finding: str
+    kind: type[RankFailedError],
+    process: BaseProcess,
+    *,
+    local_rank: int,
+    first_rank: int,
+    finding: str,
 ) -> RankFailedError:
     host = socket.gethostname()
     return kind(

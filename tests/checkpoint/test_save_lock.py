@@ -1,12 +1,12 @@
 """Of the ranks that survive, the one that is furthest saves, and never two at once."""
 
+import fcntl
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from lightning_ddp_ext.checkpoint.save_lock import has_saved, lock_of, save_if_furthest
-from tests.harness.ranks import RankProcesses, hold
 
 TO_WAIT = 60.0  # seconds
 
@@ -17,8 +17,7 @@ def test_the_rank_that_is_further_saves(tmp_path: Path) -> None:
 
     def offer(content: str, run: str, batches: int) -> tuple[bool, str]:
         save = partial(path.write_text, content)
-        is_saved = save_if_furthest(str(path), run, batches, save, TO_WAIT)
-        return is_saved, path.read_text()
+        return save_if_furthest(str(path), run, batches, save, TO_WAIT), path.read_text()
 
     assert offer("first", "run", 4) == (True, "first")
     assert offer("as far", "run", 4) == (False, "first")
@@ -29,21 +28,27 @@ def test_the_rank_that_is_further_saves(tmp_path: Path) -> None:
     assert has_saved(str(path), "other")
 
 
-def save_slowly(rank: int, world_size: int, path: str) -> None:
-    assert save_if_furthest(path, "run", 4, partial(hold, "saving"), TO_WAIT)
-
-
 def test_a_rank_waits_for_the_save_of_another(tmp_path: Path) -> None:
     """It raises an error if that takes longer than allowed, and otherwise does not save."""
     path = str(tmp_path / "it.ckpt")
-    with RankProcesses(save_slowly, 1, path) as ranks:
-        ranks.wait_for("saving", 0)
+
+    def other_saves() -> None:
         with pytest.raises(TimeoutError, match="did not finish its save within save_deadline"):
             save_if_furthest(path, "run", 4, pytest.fail, 0.0)
-        ranks.release(0)
-        assert not save_if_furthest(path, "run", 4, pytest.fail, TO_WAIT)
-        (other,) = ranks.wait()
-    assert other.exit_code == 0, other.story()
+
+    assert save_if_furthest(path, "run", 4, other_saves, TO_WAIT)
+    assert not save_if_furthest(path, "run", 4, pytest.fail, TO_WAIT)
+
+
+def test_a_failed_save_leaves_the_lock_to_a_rank_that_waits(tmp_path: Path) -> None:
+    """A third rank does not get another lock, so that two ranks never save at once."""
+    path = str(tmp_path / "it.ckpt")
+    with open(lock_of(path), "wb") as waiting:
+        with pytest.raises(ZeroDivisionError):
+            save_if_furthest(path, "run", 4, lambda: 1 / 0, TO_WAIT)
+        fcntl.flock(waiting, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError):
+            save_if_furthest(path, "run", 4, pytest.fail, 0.0)
 
 
 @pytest.mark.parametrize("content", [b"", b"run ", b"\xff {", b"run 7x"])
@@ -52,5 +57,5 @@ def test_a_lock_file_with_other_content_does_not_prevent_a_save(
 ) -> None:
     """A rank killed while it wrote the lock file, or a full disk, leaves such content."""
     path = str(tmp_path / "it.ckpt")
-    Path(lock_of(path)).write_bytes(content)
+    lock_of(path).write_bytes(content)
     assert save_if_furthest(path, "run", 1, lambda: None, TO_WAIT)

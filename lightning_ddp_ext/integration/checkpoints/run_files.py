@@ -16,7 +16,6 @@ import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.location import PathOrUrl
@@ -192,7 +191,7 @@ class RunFiles:
         for path, time in self.found.obsolete.items():
             if modification_times([path]) == {path: time}:
                 trainer.strategy.checkpoint_io.remove_checkpoint(path)
-                Path(lock_of(path)).unlink(missing_ok=True)
+                lock_of(path).unlink(missing_ok=True)
                 if not self._is_path:
                     remove(os.path.dirname(path))
 

@@ -26,7 +26,7 @@ from lightning_ddp_ext.rendezvous.process_context import leave
 from lightning_ddp_ext.supervision.failure import print_line, supervised
 from lightning_ddp_ext.supervision.launching_process import (
     LAUNCHER_PID,
-    stop_with_launching_process,
+    stop_with_multiprocessing,
 )
 from lightning_ddp_ext.supervision.started_ranks import (
     EXIT_WITHIN,
@@ -286,7 +286,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         # A fork server passes on the environment of its start, which may be outdated.
         os.environ.clear()
         os.environ.update(environ)
-        stop_with_launching_process()
+        stop_with_multiprocessing()
         if self._start_method == "forkserver":
             # Pickled tensors are in shared memory, so the ranks would all train the
             # same parameters. Lightning only copies them for spawn.

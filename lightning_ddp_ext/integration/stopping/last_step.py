@@ -14,13 +14,12 @@ import copy
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_ddp_ext.checkpoint.location import locate
-from lightning_ddp_ext.checkpoint.save_lock import has_saved, lock_of, save_if_furthest
+from lightning_ddp_ext.checkpoint.save_lock import has_saved, save_if_furthest
 from lightning_ddp_ext.forced_exit import delaying_forced_exit, print_in_time
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
@@ -142,7 +141,7 @@ class LastStepSaver:
             exception: the exception that ends this rank's run.
         """
         path = self._path
-        may_have_step = self._stops.weights.is_training and not self._stops.has_saved
+        may_have_step = self._stops.weights.has_started and not self._stops.has_saved
         if path is None or not may_have_step or isinstance(exception, KeyboardInterrupt):
             return
         try:
@@ -164,13 +163,10 @@ class LastStepSaver:
             Refused: the step cannot be saved.
         """
         trainer = self._strategy.current_trainer
-        refusal = self._why_never(trainer) or self._why_not_now(trainer, exception)
-        if refusal is not None:
-            raise Refused(refusal)
+        self._refuse_unsafe(trainer, exception)
         step = _find_last_step(trainer, exception)
         if step.batches <= self._stops.weights.batches_before:
             raise Refused("no step has finished since the start")
-        Path(lock_of(path)).parent.mkdir(parents=True, exist_ok=True)
         write = partial(self._write, path, step)
         if not save_if_furthest(path, self._files.found.token, step.batches, write, self._seconds):
             return ""
@@ -179,59 +175,66 @@ class LastStepSaver:
             f" ckpt_path='last') or ckpt_path={path!r}"
         )
 
-    def _why_never(self, trainer: Any) -> str | None:
-        """Return why nothing can be saved in this fit, whatever happens."""
+    def _refuse_unsafe(self, trainer: Any, exception: BaseException) -> None:
+        """Raise :class:`Refused` if a run that resumes might not continue after the last step."""
+        # Nothing can be saved in this fit, whatever happens.
         if trainer.fast_dev_run:
-            return "fast_dev_run saves nothing"
+            raise Refused("fast_dev_run saves nothing")
         if averages_models(self._strategy):
-            return "model_averaging_period lets the ranks have different weights"
+            raise Refused("model_averaging_period lets the ranks have different weights")
         if any(map(is_sharded, self._strategy.optimizers)):
-            return "each rank has only a shard of the optimiser's state (ZeroRedundancyOptimizer)"
+            raise Refused(
+                "each rank has only a shard of the optimiser's state (ZeroRedundancyOptimizer)"
+            )
         if self._resume.mode == "stock":
-            return 'with resume_data="stock", training would not continue with the next step'
-        return None
-
-    def _why_not_now(self, trainer: Any, exception: BaseException) -> str | None:
-        """Return why the weights may not be those after the last finished step."""
+            raise Refused(
+                'with resume_data="stock", training would not continue with the next step'
+            )
+        # The weights may not be those after the last finished step.
         module = trainer.lightning_module
         if is_in_tuner(exception):
-            return "a tuner has changed the weights"
+            raise Refused("a tuner has changed the weights")
         if is_in_optimizer_step(trainer) and not is_in_closure(exception, trainer):
-            return "the next step had started to change the weights"
+            raise Refused("the next step had started to change the weights")
         if not self._stops.weights.match(module):
-            return "a hook has swapped the weights for this validation"
+            raise Refused("a hook has swapped the weights for this validation")
         if may_have_partial_sums(self._strategy):
-            return "NCCL was aborted, and a step may have used the gradients of only some ranks"
+            raise Refused(
+                "NCCL was aborted, and a step may have used the gradients of only some ranks"
+            )
         if not all(torch.isfinite(each).all() for each in module.parameters()):
-            return "the weights are not finite"
-        return None
+            raise Refused("the weights are not finite")
 
     def _write(self, path: str, step: _LastStep) -> None:
         """Write the checkpoint in the foreground, after the saves in the background."""
         checkpoint = _checkpoint_of(step, self._strategy.current_trainer)
-        ranks = [self._resume.state_at(step.restart, None)]
-        checkpoint[KEY] = self._resume.make_section(step.restart, ranks)
+        checkpoint[KEY] = self._resume.make_section(
+            step.restart, [self._resume.state_at(step.restart, None)]
+        )
         self._checkpoints.finish_earlier()
         self._checkpoints.foreground_io.save_checkpoint(checkpoint, path)
 
 
 def _find_last_step(trainer: Any, exception: BaseException) -> _LastStep:
-    """Find the point after the last finished step, without changing the Trainer."""
+    """Find the point after the last finished step, without changing the Trainer.
+
+    A copy of the loops' state is completed, as if all ranks had stopped after the current
+    batch, and then gives the point where training continues, as in any checkpoint.
+    """
     loops = copy.deepcopy(trainer.fit_loop.state_dict())
+    accumulated = trainer.accumulate_grad_batches
     batch = loops["epoch_loop.batch_progress"]
     done = batch["current"]["processed"]  # of the epoch's batches
-    accumulated = trainer.accumulate_grad_batches
-    is_between_batches = batch["current"]["ready"] == batch["current"]["completed"]
-    stepped = batches_that_stepped_of(trainer.fit_loop.epoch_loop)
+    has_ended_batch = batch["current"]["ready"] == batch["current"]["completed"]
     completes_step = batch["is_last_batch"] or done % accumulated == 0
-    if completes_step and is_between_batches and not is_in_batch_end(exception):
-        stepped -= 1  # Lightning has counted the step of the last batch
+    # Lightning counts a step after the hooks and the validation at the end of its batch.
+    is_counted = completes_step and has_ended_batch and not is_in_batch_end(exception)
     stopped = complete_batch(
         loops,
         accumulated=accumulated,
-        stepped=stepped,
+        stepped=batches_that_stepped_of(trainer.fit_loop.epoch_loop) - int(is_counted),
         validates=validates_next(trainer),
-        has_validated=is_between_batches and not trainer.validating,
+        has_validated=has_ended_batch and not trainer.validating,
     )
     restart = find_restart(
         loops,
@@ -239,6 +242,7 @@ def _find_last_step(trainer: Any, exception: BaseException) -> _LastStep:
         stopped=stopped,
         has_ended=fetcher_of(trainer.fit_loop).done,
     )
+    # Without the batches that have accumulated gradients since the last step.
     batches = batch["total"]["processed"] - restart.dropped_of(done)
     return _LastStep(loops, restart, batches)
 

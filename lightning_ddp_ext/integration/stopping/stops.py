@@ -19,7 +19,7 @@ from typing import Any
 from lightning_ddp_ext.rendezvous.runs import Run, current_run
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
 from lightning_ddp_ext.supervision.session import current_session
-from lightning_ddp_ext.supervision.signals import StopSignals, status_of
+from lightning_ddp_ext.supervision.signals import status_of
 
 from ..checkpoints.collective import Checkpoints
 from ..checkpoints.run_files import RunFiles
@@ -66,11 +66,11 @@ class StopController:
 
     Attributes:
         deadline: the argument.
-        weights: the training progress of the current run.
-        stopped: the stop point at which all ranks are stopping in the current run,
-            recorded in the checkpoint; ``None`` if they are not, or at the run's end.
-        has_saved: whether the ranks have saved the stop checkpoint of the current run
-            together.
+        weights: the training progress of the current run, or of the last one. The
+            strategy and its loaders report training and validation to it.
+        stopped: the stop point at which all ranks are stopping in this run, recorded in
+            the checkpoint; ``None`` if they are not, or at the run's end.
+        has_saved: whether the ranks have saved the stop checkpoint of this run together.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StopController:
         self._files = files
         self._checkpoints = checkpoints
         self.deadline = deadline
-        # Of the current run, or of the last one: `attach` sets them all.
+        # Of the current run, or of the last one: `attach` resets them all.
         self.weights = TrainingWeights()
         self.stopped: Stopped | None = None
         self.has_saved = False
@@ -100,7 +100,7 @@ class StopController:
     # The Trainer's run.
 
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
-        """Handle signals for a run of this Trainer.
+        """Begin a run of this Trainer, and handle signals during it.
 
         In a process group that we did not create, Lightning handles them. Within
         another Trainer's run, that run does.
@@ -108,43 +108,37 @@ class StopController:
         run = current_run() or Run(is_outermost=False)  # a user may call setup_environment
         if run.is_outermost:
             self.detach()  # an earlier run may not have been torn down
-        self._trainer = trainer
-        self._run = run
-        self._checkpoints.run = run
+        self.weights = TrainingWeights()
         self.stopped = None
         self.has_saved = False
-        self.weights = TrainingWeights()
+        self._trainer = trainer
+        self._run = run
+        self._checkpoints.run = run  # decides whether ranks still cooperate in saves
         session = current_session()
         if session is None:
             return
         replaced.leave_signals_to_us(trainer)
         if run.is_outermost:
-            self._stop = GracefulStop(session, self.deadline, self._acknowledge)
-            requeue_signal = requeue_signal_of(self._strategy.cluster_environment)
-            handled = [signal.SIGTERM, signal.SIGINT, requeue_signal]
+            self._stop = session.start_stops(self.deadline, self._acknowledge)
+            before_time_limit = requeue_signal_of(self._strategy.cluster_environment)
+            handled = [signal.SIGTERM, signal.SIGINT, before_time_limit]
             self._stop.signals.install(*filter(None, handled))
 
     def detach(self) -> None:
-        """Restore the signal handlers after the Trainer's run."""
+        """End the Trainer's run, and restore the signal handlers.
+
+        A signal that arrived after the last stop point is then raised again. After an
+        exception or a stop it is not, since the exception ends the process.
+        """
         has_failed = self._run.has_failed
-        self._run.has_failed = False  # the Trainer has handled the exception
+        self._run.has_failed = False  # ranks cooperate again, as the Trainer has handled it
         stop = self._stop
         if stop is None:
             return
         self._stop = None
         stop.end()
-        if not has_failed:
-            self._pass_on_late_signal(stop.signals)
-
-    def _pass_on_late_signal(self, signals: StopSignals) -> None:
-        """Pass a signal that arrived after the last stop point to the earlier handler.
-
-        If that is a user's handler, it was called when the signal arrived. After a stop,
-        :class:`StoppedException` ends the process.
-        """
-        is_stopped = self._trainer.state.status == TrainerStatus.INTERRUPTED
-        if signals.received is not None and not signals.has_passed_on and not is_stopped:
-            os.kill(os.getpid(), signals.received)
+        if not has_failed and self._trainer.state.status != TrainerStatus.INTERRUPTED:
+            stop.signals.raise_late()
 
     def _acknowledge(self, request: StopRequest) -> None:
         """Log the signal immediately, in a thread of rank 0.
@@ -193,7 +187,7 @@ class StopController:
         return may_stop
 
     def _stop_if_agreed(self, agreed: StopRequest | None, point: Stopped | None) -> None:
-        """Save, requeue the job if it has to be, and raise, if the ranks have agreed to stop.
+        """Save, requeue the job if necessary, and raise, if the ranks have agreed to stop.
 
         Collective if they have.
 
@@ -203,25 +197,13 @@ class StopController:
         """
         if agreed is None:
             return
-        self.stopped = point
-        environment = self._strategy.cluster_environment
-        requeues = self._trainer.is_global_zero and needs_requeue(environment, agreed.signum)
+        self.stopped = point  # before the save, since the checkpoint records it
         saved = self._save() if self.weights.has_trained else "nothing to save yet"
-        self._checkpoints.finish()
+        self._checkpoints.finish()  # no save may continue in the background at the exit
         rank_zero_info(f"{agreed}: all ranks stop {self._describe_point()}; {saved}")
-        if requeues:
-            for logger in self._trainer.loggers:
-                logger.finalize("finished")
-            rank_zero_info(requeue())  # last, because SLURM may end this process meanwhile
+        self._requeue_if_needed(agreed.signum)  # last, because SLURM may end this process
         treat_next_exception_as_stop(self._trainer)
         raise StoppedException(agreed.signum)
-
-    def _describe_point(self) -> str:
-        if self._trainer.state.fn != "fit":
-            return f"during trainer.{self._trainer.state.fn.value}"
-        if not self.weights.has_trained:
-            return "before the first step"
-        return f"after step {self._trainer.global_step}"
 
     def _save(self) -> str:
         """Save the stop checkpoint, and return what to log about it. Collective."""
@@ -231,8 +213,23 @@ class StopController:
         self._checkpoints.finish_earlier()
         self._trainer.save_checkpoint(path)
         self.has_saved = True
-        remedy = (
-            "resume with the same command and trainer.fit(..., ckpt_path='last'), or pass this path"
-            " as ckpt_path"
+        return (
+            f"saved to {path}; resume with the same command and trainer.fit(...,"
+            " ckpt_path='last'), or pass this path as ckpt_path"
         )
-        return f"saved to {path}; {remedy}"
+
+    def _describe_point(self) -> str:
+        if self._trainer.state.fn != "fit":
+            return f"during trainer.{self._trainer.state.fn.value}"
+        if not self.weights.has_trained:
+            return "before the first step"
+        return f"after step {self._trainer.global_step}"
+
+    def _requeue_if_needed(self, signum: int) -> None:
+        """Requeue the SLURM job on rank 0, if its end after this signal is not final."""
+        if self._trainer.is_global_zero and needs_requeue(
+            self._strategy.cluster_environment, signum
+        ):
+            for logger in self._trainer.loggers:
+                logger.finalize("finished")
+            rank_zero_info(requeue())

@@ -14,9 +14,9 @@ from lightning_ddp_ext.checksum import checksum
 
 from ..private.lightning_tree import pl
 
-# The hooks between the start of a validation and its first step.
+# The hooks between the start of a validation and its first step, of callbacks and modules.
 _HOOKS = ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start")
-_MODULES_HOOK = "on_validation_model_eval"
+_HOOK_OF_MODULES = "on_validation_model_eval"
 
 
 class TrainingWeights:
@@ -35,20 +35,17 @@ class TrainingWeights:
     def on_train_start(self, trainer: Any) -> None:
         """Record how many batches were trained on before this run."""
         self._trainer = trainer
-        self.batches_before = trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        self.batches_before = _batches_of(trainer)
 
     @property
-    def is_training(self) -> bool:
+    def has_started(self) -> bool:
         """Whether training has started."""
         return self._trainer is not None
 
     @property
     def has_trained(self) -> bool:
         """Whether training has made progress: this run has finished a batch."""
-        if self._trainer is None:
-            return False
-        batches = self._trainer.fit_loop.epoch_loop.batch_progress.total.processed
-        return bool(batches > self.batches_before)
+        return self.has_started and _batches_of(self._trainer) > self.batches_before
 
     def before_validation(self, trainer: Any) -> None:
         """Record the weights, if a hook may swap others in during validation.
@@ -67,21 +64,26 @@ class TrainingWeights:
         return self._recorded is None or self._recorded == _checksums(module)
 
 
+def _batches_of(trainer: Any) -> int:
+    """Return the number of batches that were trained on, also before this run."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.total.processed)
+
+
 def _may_swap(trainer: Any) -> bool:
     """Whether the module or a callback has a hook that may swap weights in.
 
     The excluded callbacks also have such hooks, but leave the weights alone.
     """
     is_overridden = pl.utilities.model_helpers.is_overridden
+    module = trainer.lightning_module
     callbacks = [
         callback
         for callback in trainer.callbacks
         if not isinstance(callback, (pl.callbacks.ProgressBar, pl.callbacks.DeviceStatsMonitor))
         and not type(callback).__module__.startswith("lightning_ddp_ext.")
     ]
-    owners = [trainer.lightning_module, *callbacks]
-    return is_overridden(_MODULES_HOOK, trainer.lightning_module) or any(
-        is_overridden(hook, owner) for owner in owners for hook in _HOOKS
+    return is_overridden(_HOOK_OF_MODULES, module) or any(
+        is_overridden(hook, owner) for owner in [module, *callbacks] for hook in _HOOKS
     )
 
 
