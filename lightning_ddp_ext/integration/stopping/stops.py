@@ -21,7 +21,7 @@ from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopReques
 from lightning_ddp_ext.supervision.session import current_session
 from lightning_ddp_ext.supervision.signals import StopSignals, status_of
 
-from ..checkpoints.collective import Checkpoints
+from ..checkpoints.background import BackgroundSaves
 from ..checkpoints.run_files import RunFiles
 from ..data.loop_state import Stopped
 from ..private.compat import treat_next_exception_as_stop
@@ -61,7 +61,7 @@ class StopController:
     Args:
         strategy: our strategy.
         files: the strategy's files, of which the stop checkpoint is saved.
-        checkpoints: the strategy's checkpoints, which get each run that is attached.
+        background: the strategy's saves in the background, which end first.
         deadline: time for all ranks to exit after a signal.
 
     Attributes:
@@ -77,12 +77,12 @@ class StopController:
         self,
         strategy: RankDevicesStrategy,
         files: RunFiles,
-        checkpoints: Checkpoints,
+        background: BackgroundSaves,
         deadline: timedelta,
     ) -> None:
         self._strategy = strategy
         self._files = files
-        self._checkpoints = checkpoints
+        self._background = background
         self.deadline = deadline
         # Of the current run, or of the last one: `attach` sets them all.
         self.weights = TrainingWeights()
@@ -110,7 +110,6 @@ class StopController:
             self.detach()  # an earlier run may not have been torn down
         self._trainer = trainer
         self._run = run
-        self._checkpoints.run = run
         self.stopped = None
         self.has_saved = False
         self.weights = TrainingWeights()
@@ -151,7 +150,7 @@ class StopController:
 
         A step may take a long time, and users might otherwise press Ctrl-C again.
         """
-        saves = self._files.found.stop is not None
+        saves = self._files.chosen.stop_checkpoint is not None
         stop = ", save and stop" if saves else " and stop without saving"
         if request.signum == signal.SIGINT:
             stop += "; press Ctrl-C again to exit immediately without saving"
@@ -207,7 +206,7 @@ class StopController:
         environment = self._strategy.cluster_environment
         requeues = self._trainer.is_global_zero and needs_requeue(environment, agreed.signum)
         saved = self._save() if self.weights.has_trained else "nothing to save yet"
-        self._checkpoints.finish()
+        self._background.finish()
         rank_zero_info(f"{agreed}: all ranks stop {self._describe_point()}; {saved}")
         if requeues:
             for logger in self._trainer.loggers:
@@ -225,10 +224,10 @@ class StopController:
 
     def _save(self) -> str:
         """Save the stop checkpoint, and return what to log about it. Collective."""
-        path = self._files.found.stop
+        path = self._files.chosen.stop_checkpoint
         if path is None:
             return "nothing is saved (stop_checkpoint=None)"
-        self._checkpoints.finish_earlier()
+        self._background.finish_earlier()
         self._trainer.save_checkpoint(path)
         self.has_saved = True
         remedy = (
