@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from mmap import MAP_SHARED
 from typing import Any, BinaryIO
 from zipfile import ZipFile, ZipInfo
@@ -93,26 +94,8 @@ class Archive:
     def __init__(self, file: BinaryIO, name: str) -> None:
         self.name = name
         self._file = file
-        self.records: list[ZipInfo] = []
-        beginning = file.read(len(_ZIP_SIGNATURE))
-        if beginning.startswith(_PICKLE_SIGNATURE):
-            return
-        size = file.seek(0, os.SEEK_END)
-        if beginning != _ZIP_SIGNATURE:
-            raise DamagedCheckpointError(
-                f"{name} is not a checkpoint: its {size} bytes begin with {beginning!r}, unlike"
-                f" those of files written by torch.save; {_REMEDY}"
-            )
-        try:
-            self._zip = ZipFile(file)
-            self.records = self._zip.infolist()
-            if not all(map(_is_valid, self.records)):
-                raise zipfile.BadZipFile("a record has an invalid header")
-        except _DAMAGE as error:
-            raise DamagedCheckpointError(
-                f"checkpoint {name} is damaged: the zip directory at its end cannot be read"
-                f" ({error}); the file has {size} bytes and was probably truncated; {_REMEDY}"
-            ) from None
+        self._zip = _open_zip(file, name)
+        self.records = [] if self._zip is None else self._zip.infolist()
 
     @property
     def path(self) -> str:
@@ -162,6 +145,7 @@ class Archive:
         """Whether a record matches its checksum, which zipfile compares at its end."""
         if not _has_crc(record):
             return True
+        assert self._zip is not None, "the record is in it"
         try:
             with self._zip.open(record) as content:
                 while content.read(_READ_BYTES):
@@ -169,6 +153,33 @@ class Archive:
         except _DAMAGE:
             return False
         return True
+
+
+def _open_zip(file: BinaryIO, name: str) -> ZipFile | None:
+    """Open a checkpoint as a zip archive; return ``None`` for one from before torch 1.6.
+
+    Raises:
+        DamagedCheckpointError: the file is empty, truncated, or not a checkpoint.
+    """
+    beginning = file.read(len(_ZIP_SIGNATURE))
+    if beginning.startswith(_PICKLE_SIGNATURE):
+        return None
+    size = file.seek(0, os.SEEK_END)
+    if beginning != _ZIP_SIGNATURE:
+        raise DamagedCheckpointError(
+            f"{name} is not a checkpoint: its {size} bytes begin with {beginning!r}, unlike"
+            f" those of files written by torch.save; {_REMEDY}"
+        )
+    try:
+        opened = ZipFile(file)
+        if not all(map(_is_valid, opened.infolist())):
+            raise zipfile.BadZipFile("a record has an invalid header")
+    except _DAMAGE as error:
+        raise DamagedCheckpointError(
+            f"checkpoint {name} is damaged: the zip directory at its end cannot be read"
+            f" ({error}); the file has {size} bytes and was probably truncated; {_REMEDY}"
+        ) from None
+    return opened
 
 
 def path_of(descriptor: int) -> str:
@@ -222,31 +233,31 @@ def load(
     Raises:
         Exception: torch's own error.
     """
-    map_location: Any = options.map_location
-    if map_location is None:
-        map_location = "cpu"
-    elif isinstance(map_location, str) and map_location == "rank":
+    map_location: Any = "cpu" if options.map_location is None else options.map_location
+    if isinstance(map_location, str) and map_location == "rank":
         map_location = device
-
-    def read(*, mmap: bool) -> Any:
-        # torch cannot map a file that was written before torch 1.6.
-        return torch.load(
-            archive.path,
-            map_location=map_location,
-            weights_only=options.weights_only,
-            mmap=mmap and bool(archive.records),
-        )
-
+    read = partial(
+        torch.load, archive.path, map_location=map_location, weights_only=options.weights_only
+    )
+    can_map = bool(archive.records)  # torch cannot map a file from before torch 1.6
     if is_own_copy:
         with set_default_mmap_options(MAP_SHARED):  # a change needs no further memory
-            return read(mmap=True)
-    may_map = map_weights and options.map_location is None
+            return read(mmap=can_map)
+    may_map = can_map and map_weights and options.map_location is None
     if may_map and archive.status.st_size > _SMALL_FILE_BYTES:
-        content = read(mmap=True)
-        try:
-            own = copy.deepcopy({**content, "state_dict": None})
-            own["state_dict"] = content["state_dict"]
-            return own
-        except Exception:  # the state_dict is missing, or some object cannot be copied
-            del content  # before the file is read into memory instead
+        content = _copy_except_weights(read(mmap=True))
+        if content is not None:
+            return content
     return read(mmap=False)
+
+
+def _copy_except_weights(content: Any) -> dict[str, Any] | None:
+    """Return a checkpoint whose ``state_dict`` stays mapped from the file.
+
+    It is ``None`` if the ``state_dict`` is missing, or an object cannot be copied.
+    """
+    try:
+        copied = copy.deepcopy({**content, "state_dict": None})
+        return {**copied, "state_dict": content["state_dict"]}
+    except Exception:  # of any class in the file
+        return None

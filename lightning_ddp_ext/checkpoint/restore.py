@@ -12,7 +12,6 @@ import os
 import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -61,51 +60,38 @@ def restore(
     with ExitStack() as stack:
         archive, view = _open(stack, location, ranks)
         views = ranks.gather(view)
-        of_rank_zero = views[0]
-        if of_rank_zero.error is not None:
-            raise of_rank_zero.error
-        without_file = [rank for rank, each in enumerate(views) if each.file != of_rank_zero.file]
+        rank_zero = views[0]
+        if rank_zero.error is not None:
+            raise rank_zero.error
+        # All ranks have the same views, so they decide the same: how to read, and who checks.
+        without_file = [rank for rank, each in enumerate(views) if each.file != rank_zero.file]
         if without_file:
             rank = without_file[0]
             how = (
                 f"sent from rank 0 to all ranks (rank {rank} on host {views[rank].host} does not"
                 " see it)"
             )
-            archive = _copy_from_rank_zero(stack, archive, of_rank_zero.size, ranks, location.url)
+            archive = _copy_from_rank_zero(stack, archive, rank_zero.size, ranks, location.url)
             checkers = list(range(ranks.world_size))
         else:
             how = "mapped by every rank"
             checkers = [rank for rank, each in enumerate(views) if each.host == view.host]
-        assert archive is not None, "this rank sees the file"
-        read = partial(
-            _check_and_load,
-            archive,
-            options,
-            ranks.device,
-            share=checkers.index(ranks.rank),
-            shares=len(checkers),
-            map_weights=map_weights,
-            is_own_copy=bool(without_file) and ranks.rank != 0,
-        )
-        content = ranks.on_every_rank(read, f"reading {location.url}")
-    return Restored(content, how, options.verify and not of_rank_zero.has_checksums)
+        assert archive is not None, "this rank sees the file, or has a copy"
 
+        def check_and_load() -> Any:
+            with reading(location.url):
+                if options.verify:
+                    archive.check(checkers.index(ranks.rank), len(checkers))
+                return load(
+                    archive,
+                    options,
+                    ranks.device,
+                    map_weights=map_weights,
+                    is_own_copy=bool(without_file) and ranks.rank != 0,
+                )
 
-def _check_and_load(
-    archive: Archive,
-    options: LoadOptions,
-    device: torch.device,
-    *,
-    share: int,
-    shares: int,
-    map_weights: bool,
-    is_own_copy: bool,
-) -> Any:
-    """Check this rank's share of the records, and return the content."""
-    with reading(archive.name):
-        if options.verify:
-            archive.check(share, shares)
-        return load(archive, options, device, map_weights=map_weights, is_own_copy=is_own_copy)
+        content = ranks.on_every_rank(check_and_load, f"reading {location.url}")
+    return Restored(content, how, options.verify and not rank_zero.has_checksums)
 
 
 @dataclass(frozen=True)
@@ -118,19 +104,16 @@ class _View:
         host: the name of the rank's host.
         file: the inode, size and modification time; equal for ranks that see the same
             file, also on different hosts. Empty if the rank sees none.
+        size: the size of the file.
         has_checksums: whether every record has a checksum.
         error: the reason why the rank cannot read the file.
     """
 
     host: str
     file: tuple[int, ...] = ()
+    size: int = 0
     has_checksums: bool = False
     error: Exception | None = None
-
-    @property
-    def size(self) -> int:
-        """The size of the file, of a rank that sees one."""
-        return self.file[1]
 
 
 def _open(stack: ExitStack, location: Location, ranks: Ranks) -> tuple[Archive | None, _View]:
@@ -143,22 +126,29 @@ def _open(stack: ExitStack, location: Location, ranks: Ranks) -> tuple[Archive |
         return None, _View(host)
     try:
         with reading(location.url):
-            path = location.path
-            if location.local is None:
-                path = os.path.join(stack.enter_context(TemporaryDirectory()), "checkpoint")
-            try:
-                if location.local is None:
-                    location.fs.get_file(location.path, path)
-                archive = _open_archive(stack, path, location.url)
-            except FileNotFoundError:  # remains one, as with stock
-                missing = f"checkpoint {location.url} does not exist for rank {ranks.rank}"
-                error = FileNotFoundError(f"{missing} on host {host}")
-                return None, _View(host, error=error)
+            archive = _open_existing(stack, location)
     except CheckpointError as error:  # the other ranks are waiting for the view
         return None, _View(host, error=error)
+    if archive is None:  # the same error as with stock
+        missing = f"checkpoint {location.url} does not exist for rank {ranks.rank} on host {host}"
+        return None, _View(host, error=FileNotFoundError(missing))
     status = archive.status
     file = (status.st_ino, status.st_size, status.st_mtime_ns)
-    return archive, _View(host, file, archive.has_checksums)
+    return archive, _View(host, file, status.st_size, archive.has_checksums)
+
+
+def _open_existing(stack: ExitStack, location: Location) -> Archive | None:
+    """Open the checkpoint, after fetching it from a store; ``None`` if it does not exist."""
+    path = location.path
+    is_stored = location.local is None
+    if is_stored:
+        path = os.path.join(stack.enter_context(TemporaryDirectory()), "checkpoint")
+    try:
+        if is_stored:
+            location.fs.get_file(location.path, path)
+        return _open_archive(stack, path, location.url)
+    except FileNotFoundError:
+        return None
 
 
 def _copy_from_rank_zero(

@@ -36,7 +36,7 @@ from lightning_ddp_ext.ranks import is_gloo
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.stacks import call_site
 
-from .checkpoints.collective import Checkpoints
+from .cooperation import CooperatingRanks
 from .data.evaluation import Evaluation
 from .named_calls import report_step
 from .private.compat import (
@@ -94,10 +94,10 @@ class LoggedValues:
     """
 
     def __init__(
-        self, strategy: RankDevicesStrategy, checkpoints: Checkpoints, evaluation: Evaluation
+        self, strategy: RankDevicesStrategy, ranks: CooperatingRanks, evaluation: Evaluation
     ) -> None:
         self._strategy = strategy
-        self._checkpoints = checkpoints
+        self._ranks = ranks
         self._evaluation = evaluation
         self.start_run()
 
@@ -153,7 +153,7 @@ class LoggedValues:
         if (
             not dist.is_initialized()
             or self._strategy.world_size == 1
-            or self._checkpoints.is_handling_exception
+            or self._ranks.is_handling_exception
             or not isinstance(tensor, Tensor)
         ):
             return tensor

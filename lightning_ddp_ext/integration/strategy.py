@@ -4,9 +4,10 @@
 Collaborator      Its question
 ================  =================================================================
 ``_rendezvous``   How do the ranks connect?
-``_files``        Where is the stop checkpoint?
-``_checkpoints``  What do all ranks do to save or restore? Do they still cooperate
-                  after a failure?
+``_ranks``        Do the ranks still cooperate after a failure? Which work does rank 0
+                  do for all?
+``_files``        Where is the stop checkpoint, and with which file does a run continue?
+``_checkpoints``  What do all ranks do to save or restore?
 ``_stops``        At which step do all ranks stop after a signal?
 ``_last_step``    Which rank saves the last finished step after a failure?
 ``_data``         What does each rank read (``uneven``, ``evaluation``), and where does
@@ -17,12 +18,7 @@ Collaborator      Its question
 ================  =================================================================
 
 In a run, Lightning calls ``connect``, ``setup_environment``, ``setup``, the hooks of
-training and evaluation, and ``teardown``. Calls that every rank must make, such as
-``barrier``, first reduce the logged values that are queued, so that all ranks make
-their collectives in the same order.
-
-After an exception that ends the run, ranks need not make the same calls. ``cooperation``
-has the table of the calls that then still wait for other ranks.
+training and evaluation, and ``teardown``.
 """
 
 from __future__ import annotations
@@ -47,6 +43,7 @@ from .callbacks.rank_debugger import rank_debugger_of
 from .checkpoints.checkpoint_io import RankZeroCheckpointIO
 from .checkpoints.collective import Checkpoints
 from .checkpoints.run_files import RunFiles
+from .cooperation import CooperatingRanks
 from .data.loaders import TrainerLoaders
 from .data.resume import ResumeData
 from .data.training_loaders import UnevenMode
@@ -177,8 +174,13 @@ class DDPExtStrategy(RankDevicesStrategy):
     ) -> None:
         check_choice("start_method", start_method, *get_args(StartMethod))
         refuse_unknown(DDPExtStrategy.__init__, ddp_kwargs)
-        plugins = {"checkpoint_io": checkpoint_io, "cluster_environment": cluster_environment}
-        refuse_mistyped({**plugins, **ddp_kwargs})
+        refuse_mistyped(
+            {
+                "checkpoint_io": checkpoint_io,
+                "cluster_environment": cluster_environment,
+                **ddp_kwargs,
+            }
+        )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -194,9 +196,11 @@ class DDPExtStrategy(RankDevicesStrategy):
             start_method=start_method,
             **ddp_kwargs,
         )
-        remedy = "leave it out to give each rank one device"
         self.devices_per_rank = integer(
-            devices_per_rank, "devices_per_rank", at_least=1, remedy=remedy
+            devices_per_rank,
+            "devices_per_rank",
+            at_least=1,
+            remedy="leave it out to give each rank one device",
         )
         self._rendezvous = Rendezvous(
             init_method,
@@ -206,22 +210,28 @@ class DDPExtStrategy(RankDevicesStrategy):
             interface=interface,
         )
         deadline = to_timedelta(save_deadline, field="save_deadline") or default_deadline()
-        self._files = RunFiles(stop_checkpoint)
-        self._checkpoints = Checkpoints(self, deadline)
-        self._stops = StopController(self, self._files, self._checkpoints, deadline)
+        # Each collaborator gets the earlier ones that it uses.
+        self._ranks = CooperatingRanks(self, tracks_runs=True)
+        self._files = RunFiles(stop_checkpoint, self._ranks)
+        self._checkpoints = Checkpoints(self, self._ranks, deadline)
+        self._stops = StopController(self, self._files, self._checkpoints.background, deadline)
         self._replaced = ReplacedMethods()
         self._data = TrainerLoaders(
             self,
-            self._checkpoints,
+            self._ranks,
             self._stops,
             self._replaced,
             exact_evaluation=exact_evaluation,
             uneven_inputs=uneven_inputs,
             resume_data=resume_data,
         )
-        self._metrics = LoggedValues(self, self._checkpoints, self._data.evaluation)
+        self._metrics = LoggedValues(self, self._ranks, self._data.evaluation)
         self._last_step = LastStepSaver(
-            self, self._files, self._checkpoints, self._stops, self._data.resume
+            self,
+            self._files,
+            self._checkpoints.background,
+            self._stops,
+            self._data.resume,
         )
         self._averaging = GradientAveraging(self)
 
@@ -258,8 +268,8 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def setup_distributed(self) -> None:
         self.set_world_ranks()
-        debugger = rank_debugger_of(trainer_of(self.lightning_module))
-        self._rendezvous.join(self, is_debugged=debugger is not None)
+        trainer = trainer_of(self.lightning_module)
+        self._rendezvous.join(self, is_debugged=rank_debugger_of(trainer) is not None)
         super().setup_distributed()  # keeps the existing group
 
     # Checkpoints.
@@ -300,15 +310,14 @@ class DDPExtStrategy(RankDevicesStrategy):
     def load_checkpoint(
         self, checkpoint_path: PathOrUrl, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        is_restore = self._checkpoints.is_restoring(checkpoint_path)
-        checkpoint = self._checkpoints.load(checkpoint_path, weights_only=weights_only)
-        if is_restore:
-            self._data.resume.restore(checkpoint)
-        return checkpoint
+        return self._checkpoints.load(
+            checkpoint_path, weights_only=weights_only, on_restored=self._data.resume.restore
+        )
 
     def _restore_chosen_file(
         self, restore: Callable[..., None], path: PathOrUrl | None = None, *args: Any, **kwargs: Any
     ) -> None:
+        """Restore the file that rank 0 chose, with Lightning's own method ``restore``."""
         self._checkpoints.restore(restore, self._files.file_to_restore(path), *args, **kwargs)
 
     # The Trainer's run.
@@ -332,10 +341,10 @@ class DDPExtStrategy(RankDevicesStrategy):
         super().setup_environment()
         # Now, because later hooks of the run would also wait for the store. On each run,
         # because the ranks may have been given different paths.
-        find = partial(self._files.find, trainer)
-        self._files.found = self._checkpoints.on_rank_zero(find, "finding the checkpoint")
+        self._files.choose(trainer)
         self._replaced.restore_checkpoint_by(trainer, self._restore_chosen_file)
         self._metrics.start_run()
+        self._ranks.start_run()
         self._stops.attach(trainer, self._replaced)
 
     @override
@@ -370,7 +379,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def teardown(self) -> None:
         try:
-            self._checkpoints.finish()
+            self._checkpoints.background.finish()
             self._files.remove_obsolete(trainer_of(self.lightning_module))
             super().teardown()
         finally:
@@ -414,7 +423,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        self._metrics.flush()
+        self._metrics.flush()  # before DDP's collectives, as in the calls below
         if self._averaging.frozen:
             self._averaging.refuse_unfrozen()
         return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -444,7 +453,16 @@ class DDPExtStrategy(RankDevicesStrategy):
         self._stops.at_step()
         return super().predict_step(*args, **kwargs)
 
-    # Calls that every rank must make.
+    # Calls that every rank must make. The steps of each are:
+    #
+    # 1. After an exception that ended the run, return, because other ranks may never make
+    #    this call. `Cooperation` has the table of the calls that still wait.
+    # 2. Reduce the queued logged values (`flush`). Their collective would otherwise come
+    #    after this one on some ranks and before it on others.
+    # 3. Wait until every rank makes this call (`enter_…`), so that a rank which makes
+    #    another one is named, and their collectives are not mixed up.
+    # 4. Call Lightning's method.
+    # 5. Raise if an abort of NCCL has made the received value arbitrary (`check_received`).
 
     @override
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -454,18 +472,20 @@ class DDPExtStrategy(RankDevicesStrategy):
             RankAbsentError: a rank made a different collective call, skipped the
                 barrier, or did not call it within ``timeout``.
         """
-        # After an exception, some ranks never call this, and a save must not wait for them.
-        if self._checkpoints.is_interrupted:
+        # Also once the exception is caught: a barrier returns no value, and Lightning's call
+        # after a save must not wait for ranks that do not save.
+        if self._ranks.is_interrupted:
             return
         self._metrics.flush()
-        is_past_barrier = enter_call(f"barrier {name!r}" if name else "a barrier")
-        is_on_accelerator = self.root_device.type != "cpu"  # its earlier work also has to end
-        if is_on_accelerator or not is_past_barrier:
+        has_waited = enter_call(f"barrier {name!r}" if name else "a barrier")
+        # The processes have then waited for each other, but not for work that is queued on
+        # accelerators.
+        if self.root_device.type != "cpu" or not has_waited:
             super().barrier(name, *args, **kwargs)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        if self._checkpoints.is_handling_exception:
+        if self._ranks.is_handling_exception:
             return obj
         self._metrics.flush()
         trainer = trainer_of(self.lightning_module)
@@ -477,15 +497,16 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self._checkpoints.is_handling_exception:
+        if self._ranks.is_handling_exception:
             return decision
-        caller = caller_in_lightning()
         self._metrics.flush()
-        enter_decision(caller)
+        enter_decision(caller_in_lightning())
         if all:
-            # Lightning counts the ranks that agree, but an idle rank must not count. So
-            # all ranks agree unless any rank disagrees.
-            decided = not super().reduce_boolean_decision(not decision, all=False)
+            # Lightning compares the number of ranks that agree with the number of all ranks.
+            # But `reduce` leaves out ranks that are idle in an exact evaluation, so instead
+            # the ranks decide whether any disagrees.
+            any_disagrees = super().reduce_boolean_decision(not decision, all=False)
+            decided = not any_disagrees
         else:
             decided = super().reduce_boolean_decision(bool(decision), all=False)
         check_received()
@@ -512,4 +533,4 @@ class DDPExtStrategy(RankDevicesStrategy):
         When the Trainer is interrupted, rank 0 works alone and the other ranks get
         ``None``.
         """
-        return self._checkpoints.on_rank_zero(work, what)  # type: ignore[no-any-return]
+        return self._ranks.on_rank_zero(work, what)  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..checkpoints.collective import Checkpoints
+from ..cooperation import CooperatingRanks
 from ..private.lightning_tree import fabric, pl, rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
 from ..strategy import DDPExtStrategy
@@ -54,6 +55,8 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
     @property
     @override
     def state_key(self) -> str:
+        # Lightning puts the name of the class into the key. With the stock one, this callback
+        # and ModelCheckpoint find each other's states in a checkpoint.
         return super().state_key.replace(
             type(self).__qualname__, pl.callbacks.ModelCheckpoint.__qualname__, 1
         )
@@ -63,9 +66,9 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
         self._checkpoints = None
         strategy = trainer.strategy
         if isinstance(strategy, DDPExtStrategy):
-            self._checkpoints = strategy._checkpoints
+            self._checkpoints = strategy._checkpoints  # it is private to this package
         elif type(strategy).save_checkpoint is pl.strategies.Strategy.save_checkpoint:
-            self._checkpoints = Checkpoints(strategy)
+            self._checkpoints = Checkpoints(strategy, CooperatingRanks(strategy))
             self._checkpoints.install(trainer, self._replaced)
         else:
             rank_zero_warn(
@@ -76,7 +79,7 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
 
     def _finish(self) -> None:
         if self._checkpoints is not None:
-            self._checkpoints.finish()
+            self._checkpoints.background.finish()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -100,12 +103,13 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
     def _monitor_candidates(self, trainer: pl.Trainer) -> dict[str, Tensor]:
         """Return rank 0's values, from which all ranks compute scores and file names.
 
-        Lightning has no public method for this. Collective, unless an exception has ended
-        the run: then this rank may be the only one to call it.
+        Lightning calls this before each save, and has no public method for it. So it is
+        collective when a save is: not after an exception that ended the run, since other
+        ranks may then not save, and not if the strategy saves in its own way.
         """
         values: dict[str, Tensor] = fabric.utilities.move_data_to_device(
             super()._monitor_candidates(trainer), "cpu"
         )
-        if self._checkpoints is not None and not self._checkpoints.is_interrupted:
-            return trainer.strategy.broadcast(values)
-        return values
+        if self._checkpoints is None or self._checkpoints.ranks.is_interrupted:
+            return values
+        return trainer.strategy.broadcast(values)

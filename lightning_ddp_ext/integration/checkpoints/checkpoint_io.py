@@ -84,8 +84,9 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         """
         # Lightning does not tell the rank's device, but selects it on a GPU.
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-        ranks = Ranks(device=device)
-        return self.read(path, ranks, map_location, weights_only)  # type: ignore[no-any-return]
+        return self.read(  # type: ignore[no-any-return]
+            path, Ranks(device=device), map_location, weights_only
+        )
 
     def read(
         self,

@@ -16,18 +16,14 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from lightning_ddp_ext.data.proxy import copy_attributes
+from lightning_ddp_ext.checkpoint.location import absolute, names_in
 
 from ..private.compat import chosen_directory_of
 from ..private.lightning_tree import pl
 from ..start.slurm import job_id
-from .stored_files import absolute, names_in
 
-# The SLURM jobs whose files are searched: only this one, or, if it has no files, all jobs
-# of the same fit.
-Jobs = Literal["this job", "all jobs"]
 # Environment variables that number the tasks of a job array.
 _TASKS = (
     "SLURM_ARRAY_TASK_ID",
@@ -37,7 +33,8 @@ _TASKS = (
     "JOB_COMPLETION_INDEX",
 )
 # A folder's name, such as "train-3fa8b2c1-1", or "train-3fa8b2c1-1-12_3" in SLURM job 12_3.
-_NAME = re.compile(r"(?P<fit>.+-[0-9a-f]{8}-\d+)(-[\d_]+)?")
+# An interactive session has no script, so its name begins with the hyphen.
+_NAME = re.compile(r"(?P<fit>.*-[0-9a-f]{8}-\d+)(-[\d_]+)?")
 
 
 def folder_of(trainer: Any, number: int) -> str:
@@ -51,28 +48,32 @@ def folder_of(trainer: Any, number: int) -> str:
     return os.path.join(absolute(_directory_of(trainer)), name)
 
 
-def stop_checkpoints_in(folder: str, jobs: Jobs) -> set[str]:
-    """Return the paths of the stop checkpoints in the folder of a fit.
+def stop_checkpoints_in(folder: str, *, or_of_other_jobs: bool) -> set[str]:
+    """Return the paths of the stop checkpoints in the folder of a fit, which may be missing.
 
     Args:
         folder: its path.
-        jobs: with ``"all jobs"``, those of the same fit in other SLURM jobs are returned if
+        or_of_other_jobs: whether those of the same fit in other SLURM jobs are returned if
             there are none in this folder.
 
     Raises:
         CheckpointError: a folder cannot be searched.
     """
     directory, own = os.path.split(folder)
-    names = names_in(directory)
-    folders = [os.path.join(directory, name) for name in names if _fit_of(name) == _fit_of(own)]
-    files = {
-        os.path.join(each, name)
-        for each in folders
-        for name in names_in(each)
-        if not name.startswith(".")  # locks and unfinished files
+    of_jobs = {
+        name: _visible_files_in(os.path.join(directory, name))
+        for name in names_in(directory)
+        if _fit_of(name) == _fit_of(own)
     }
-    in_this_folder = {path for path in files if os.path.dirname(path) == folder}
-    return files if jobs == "all jobs" and not in_this_folder else in_this_folder
+    of_this_job = of_jobs.get(own, set())
+    if of_this_job or not or_of_other_jobs:
+        return of_this_job
+    return set().union(*of_jobs.values())
+
+
+def _visible_files_in(folder: str) -> set[str]:
+    """Return the paths of the files in a folder, without locks and unfinished files."""
+    return {os.path.join(folder, name) for name in names_in(folder) if not name.startswith(".")}
 
 
 def folders_beside(folder: str) -> list[str]:
@@ -82,13 +83,17 @@ def folders_beside(folder: str) -> list[str]:
         CheckpointError: the directory cannot be searched.
     """
     directory, own = os.path.split(folder)
-    return sorted(filter(_fit_of, names_in(directory) - {own}))
+    return sorted(name for name in names_in(directory) - {own} if _fit_of(name) is not None)
 
 
-def _fit_of(folder: str) -> str:
-    """Return the name of a folder without the job's number; empty for other names."""
+def _fit_of(folder: str) -> str | None:
+    """Return the name of a fit's folder without the job's number; ``None`` for other folders.
+
+    >>> _fit_of("train-3fa8b2c1-1-12_3"), _fit_of("-3fa8b2c1-1"), _fit_of("best")
+    ('train-3fa8b2c1-1', '-3fa8b2c1-1', None)
+    """
     name = _NAME.fullmatch(folder)
-    return "" if name is None else name["fit"]
+    return None if name is None else name["fit"]
 
 
 def _command() -> str:
@@ -109,16 +114,16 @@ def _command() -> str:
 def _identifying(options: Iterable[str], environ: Mapping[str, str]) -> list[str]:
     """Return the options and task numbers that distinguish a command from others.
 
-    Left out are options to resume, because the command is the same without them: words
-    that contain ``ckpt_path``, and the value ``last``. Each task of a job array has its own
-    number, and trains something else.
+    Each task of a job array has its own number, and trains something else.
 
     >>> array = {"SLURM_ARRAY_TASK_ID": "3"}
     >>> _identifying(["--lr=0.1", "--ckpt_path", "last"], array)
     ['--lr=0.1', '3', '', '', '', '']
     """
-    words = [word for word in options if word != "last" and "ckpt_path" not in word]
-    return words + [environ.get(variable, "") for variable in _TASKS]
+    # Each library writes an option to resume in its own way: `--ckpt_path last`,
+    # `--fit.ckpt_path=last`, `trainer.ckpt_path=last`. The command is the same without it.
+    others = [word for word in options if word != "last" and "ckpt_path" not in word]
+    return others + [environ.get(variable, "") for variable in _TASKS]
 
 
 def _directory_of(trainer: Any) -> str:
@@ -129,12 +134,12 @@ def _directory_of(trainer: Any) -> str:
     """
     callback = trainer.checkpoint_callback
     directory = getattr(callback, "dirpath", None)  # callbacks of users may have none
-    # A ModelCheckpoint without a user's directory records its own choice in the same
-    # attribute. So a copy without a directory chooses again: if it chooses this directory,
-    # the user has not.
-    if isinstance(callback, pl.callbacks.ModelCheckpoint):
-        undirected = copy_attributes(callback)
-        undirected.dirpath = None
-        if directory and directory == chosen_directory_of(undirected, trainer):
-            directory = None
+    # A ModelCheckpoint without a user's directory records its own choice in the same attribute.
+    # A new one would choose the same directory in this Trainer.
+    if (
+        directory
+        and isinstance(callback, pl.callbacks.ModelCheckpoint)
+        and directory == chosen_directory_of(pl.callbacks.ModelCheckpoint(), trainer)
+    ):
+        directory = None
     return str(directory or os.path.join(trainer.default_root_dir, "checkpoints"))

@@ -34,7 +34,7 @@ from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, Start
 from lightning_ddp_ext.data.position import Position, global_order_of, position_of
 from lightning_ddp_ext.data.proxy import is_of_torch, own_copy
 
-from ..checkpoints.collective import Checkpoints
+from ..cooperation import CooperatingRanks
 from ..private.compat import (
     active_loop_of,
     combined_iterator_of,
@@ -56,7 +56,7 @@ class TrainerLoaders:
 
     Args:
         strategy: our strategy.
-        checkpoints: gathers the ranks' states.
+        ranks: gathers the ranks' states.
         stops: stops all ranks before a batch.
         replaced: restores what a run changes in Lightning.
         exact_evaluation, uneven_inputs, resume_data: see ``DDPExtStrategy``.
@@ -71,7 +71,7 @@ class TrainerLoaders:
     def __init__(
         self,
         strategy: RankDevicesStrategy,
-        checkpoints: Checkpoints,
+        ranks: CooperatingRanks,
         stops: StopController,
         replaced: ReplacedMethods,
         *,
@@ -86,7 +86,7 @@ class TrainerLoaders:
         self._stops = stops
         self._replaced = replaced
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
-        self.resume = Resume(strategy, checkpoints, stops, replaced, resume_data)
+        self.resume = Resume(strategy, ranks, stops, replaced, resume_data)
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.worker_seed: int | None = None
         # Lightning's iterator over all training loaders, in the epoch that was started last.

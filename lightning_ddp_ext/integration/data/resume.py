@@ -36,7 +36,7 @@ import torch
 
 from lightning_ddp_ext.data.random_state import record_random_state, restore_random_state
 
-from ..checkpoints.collective import Checkpoints
+from ..cooperation import CooperatingRanks
 from ..named_calls import report_step
 from ..private.compat import end_epoch_after, end_restart, fetcher_of
 from ..private.lightning_tree import pl, rank_zero_warn
@@ -119,7 +119,7 @@ class Resume:
 
     Args:
         strategy: our strategy.
-        checkpoints: gathers the ranks' states.
+        ranks: gathers the ranks' states.
         stops: knows whether all ranks stop.
         replaced: hides Lightning's warning of a resume in the middle of an epoch.
         mode: the argument ``resume_data`` of ``DDPExtStrategy``.
@@ -132,13 +132,13 @@ class Resume:
     def __init__(
         self,
         strategy: RankDevicesStrategy,
-        checkpoints: Checkpoints,
+        ranks: CooperatingRanks,
         stops: StopController,
         replaced: ReplacedMethods,
         mode: ResumeData,
     ) -> None:
         self._strategy = strategy
-        self._checkpoints = checkpoints
+        self._ranks = ranks
         self._stops = stops
         self._replaced = replaced
         self.mode = mode
@@ -206,7 +206,7 @@ class Resume:
             state = self._resumed.rank  # nothing has changed since then
         else:
             state = self.state_at(restart, self._random_state_at(restart, loops))
-        states = [state] if is_alone else self._checkpoints.to_rank_zero(state, what)
+        states = [state] if is_alone else self._ranks.to_rank_zero(state, what)
         checkpoint[KEY] = self.make_section(restart, states or [])
 
     def make_section(self, restart: Restart, states: Iterable[RankState]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from lightning_ddp_ext.forced_exit import delaying_forced_exit, print_in_time
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
 
-from ..checkpoints.collective import Checkpoints
+from ..checkpoints.background import BackgroundSaves
 from ..checkpoints.run_files import RunFiles
 from ..data.loop_state import Restart, complete_batch, find_restart
 from ..data.resume import KEY, Resume
@@ -73,7 +73,7 @@ class LastStepSaver:
     Args:
         strategy: our strategy.
         files: the strategy's files.
-        checkpoints: the strategy's checkpoints, whose background saves end first.
+        background: the strategy's saves in the background, which end first.
         stops: the strategy's stop controller, which has the deadline and knows the
             training progress.
         resume: knows the position in the training data.
@@ -83,13 +83,13 @@ class LastStepSaver:
         self,
         strategy: RankDevicesStrategy,
         files: RunFiles,
-        checkpoints: Checkpoints,
+        background: BackgroundSaves,
         stops: StopController,
         resume: Resume,
     ) -> None:
         self._strategy = strategy
         self._files = files
-        self._checkpoints = checkpoints
+        self._background = background
         self._stops = stops
         self._resume = resume
         # Time for this rank to save and exit after a failure.
@@ -106,7 +106,7 @@ class LastStepSaver:
     def start(self) -> None:
         """Save the last step from now on, if the Trainer runs a fit."""
         self.end()
-        stop = self._files.found.stop
+        stop = self._files.chosen.stop_checkpoint
         if current() is None or self._strategy.current_trainer.state.fn != "fit" or stop is None:
             return
         self._path = stop
@@ -129,7 +129,7 @@ class LastStepSaver:
         cause = None if context is None else context.peers.cause
         if path is None or cause is None or cause.who.rank == self._strategy.global_rank:
             return False
-        return self._stops.weights.has_trained and not has_saved(path, self._files.found.token)
+        return self._stops.weights.has_trained and not has_saved(path, self._files.chosen.token)
 
     def save(self, exception: BaseException) -> None:
         """Save the last finished step, or print why it cannot be saved.
@@ -168,7 +168,7 @@ class LastStepSaver:
         if step.batches <= self._stops.weights.batches_before:
             raise Refused("no step has finished since the start")
         write = partial(self._write, path, step)
-        if not save_if_furthest(path, self._files.found.token, step.batches, write, self._seconds):
+        if not save_if_furthest(path, self._files.chosen.token, step.batches, write, self._seconds):
             return ""
         return (
             f"saved step {trainer.global_step} to {path}; resume with trainer.fit(...,"
@@ -208,11 +208,10 @@ class LastStepSaver:
     def _write(self, path: str, step: _LastStep) -> None:
         """Write the checkpoint in the foreground, after the saves in the background."""
         checkpoint = _checkpoint_of(step, self._strategy.current_trainer)
-        checkpoint[KEY] = self._resume.make_section(
-            step.restart, [self._resume.state_at(step.restart, None)]
-        )
-        self._checkpoints.finish_earlier()
-        self._checkpoints.foreground_io.save_checkpoint(checkpoint, path)
+        states = [self._resume.state_at(step.restart, None)]
+        checkpoint[KEY] = self._resume.make_section(step.restart, states)
+        self._background.finish_earlier()
+        self._background.foreground_io.save_checkpoint(checkpoint, path)
 
 
 def _find_last_step(trainer: Any, exception: BaseException) -> _LastStep:

@@ -21,7 +21,7 @@ from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopReques
 from lightning_ddp_ext.supervision.session import current_session
 from lightning_ddp_ext.supervision.signals import status_of
 
-from ..checkpoints.collective import Checkpoints
+from ..checkpoints.background import BackgroundSaves
 from ..checkpoints.run_files import RunFiles
 from ..data.loop_state import Stopped
 from ..private.compat import treat_next_exception_as_stop
@@ -61,7 +61,7 @@ class StopController:
     Args:
         strategy: our strategy.
         files: the strategy's files, of which the stop checkpoint is saved.
-        checkpoints: the strategy's checkpoints, which get each run that is attached.
+        background: the strategy's saves in the background, which end first.
         deadline: time for all ranks to exit after a signal.
 
     Attributes:
@@ -77,12 +77,12 @@ class StopController:
         self,
         strategy: RankDevicesStrategy,
         files: RunFiles,
-        checkpoints: Checkpoints,
+        background: BackgroundSaves,
         deadline: timedelta,
     ) -> None:
         self._strategy = strategy
         self._files = files
-        self._checkpoints = checkpoints
+        self._background = background
         self.deadline = deadline
         # Of the current run, or of the last one: `attach` resets them all.
         self.weights = TrainingWeights()
@@ -113,7 +113,6 @@ class StopController:
         self.has_saved = False
         self._trainer = trainer
         self._run = run
-        self._checkpoints.run = run  # decides whether ranks still cooperate in saves
         session = current_session()
         if session is None:
             return
@@ -145,7 +144,7 @@ class StopController:
 
         A step may take a long time, and users might otherwise press Ctrl-C again.
         """
-        saves = self._files.found.stop is not None
+        saves = self._files.chosen.stop_checkpoint is not None
         stop = ", save and stop" if saves else " and stop without saving"
         if request.signum == signal.SIGINT:
             stop += "; press Ctrl-C again to exit immediately without saving"
@@ -199,7 +198,7 @@ class StopController:
             return
         self.stopped = point  # before the save, since the checkpoint records it
         saved = self._save() if self.weights.has_trained else "nothing to save yet"
-        self._checkpoints.finish()  # no save may continue in the background at the exit
+        self._background.finish()  # no save may continue in the background at the exit
         rank_zero_info(f"{agreed}: all ranks stop {self._describe_point()}; {saved}")
         self._requeue_if_needed(agreed.signum)  # last, because SLURM may end this process
         treat_next_exception_as_stop(self._trainer)
@@ -207,10 +206,10 @@ class StopController:
 
     def _save(self) -> str:
         """Save the stop checkpoint, and return what to log about it. Collective."""
-        path = self._files.found.stop
+        path = self._files.chosen.stop_checkpoint
         if path is None:
             return "nothing is saved (stop_checkpoint=None)"
-        self._checkpoints.finish_earlier()
+        self._background.finish_earlier()
         self._trainer.save_checkpoint(path)
         self.has_saved = True
         return (
