@@ -89,6 +89,10 @@ class GroupProgress:
         """Return a collective by its number."""
         return self.recent.get(number, Collective(f"a collective #{number}"))
 
+    def has_member(self, rank: int) -> bool:
+        """Whether a rank is in the group; every rank is in the default group."""
+        return not self.label or rank in self.members
+
 
 def groups_in_collectives() -> list[str]:
     """Return the groups in which this rank is in a collective, each with its progress.

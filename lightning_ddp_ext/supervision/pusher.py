@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 import torch
 
 from lightning_ddp_ext.rendezvous.channel import Message
+from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.supervision.flight_recorder import (
@@ -35,8 +36,8 @@ from lightning_ddp_ext.supervision.stacks import (
     is_in_collective,
     main_frame,
 )
-from lightning_ddp_ext.supervision.status import Status
-from lightning_ddp_ext.supervision.status_table import StatusTable, silent_rank
+from lightning_ddp_ext.supervision.status import Status, silent_rank
+from lightning_ddp_ext.supervision.status_table import StatusTable
 from lightning_ddp_ext.threads import start_thread
 
 # How often a rank's thread looks while the rank waits, before its first status.
@@ -54,16 +55,73 @@ class _Limit:
     begins_at: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Question:
-    """A sentence about this rank's wait, for rank 0 to find the rank that it waits for.
+class _Inquiry:
+    """This rank's question to rank 0, and rank 0's request for statuses.
 
-    ``call`` is the key of the open call that it is about, with which it becomes
-    obsolete; empty if the call has ended with an error, or the wait is at a stop point.
+    All threads use it: the main thread and the one that pushes ask, and the channel's
+    thread receives rank 0's messages. Each method holds the lock of ``arrived``.
+
+    Attributes:
+        question: a sentence about this rank's wait, for rank 0 to find the rank that it
+            waits for. Empty once rank 0 has answered it, and without one.
+        is_watched: whether rank 0 needs statuses, for an answer to any rank.
     """
 
-    text: str
-    call: str = ""
+    def __init__(self, arrived: threading.Condition) -> None:
+        self.question = ""
+        self.is_watched = False
+        self._arrived = arrived
+        self._call = ""  # the key of the open call that the question is about, if any
+        self._heard_at = 0.0  # when rank 0 last sent a message, or the question began
+        self._is_due = False  # whether a status must be pushed without a pause
+
+    def ask(self, question: str, *, call: str = "") -> None:
+        """Have a question pushed to rank 0, in place of an earlier one; does not wait.
+
+        Args:
+            question: see the attribute.
+            call: the key of the open call that it is about, with which it becomes
+                obsolete; empty if the call has ended with an error, or the wait is at a
+                stop point.
+        """
+        with self._arrived:
+            if not self.question:  # else rank 0 owes an answer, and may be silent
+                self._heard_at = time.monotonic()
+            self.question = question
+            self._call = call
+            self._is_due = True
+            self._arrived.notify_all()
+
+    def withdraw(self) -> None:
+        """Drop the question, if any."""
+        with self._arrived:
+            self.question = ""
+
+    def withdraw_unless_open(self, open_calls: Collection[str]) -> None:
+        """Drop a question about a call that has ended: all ranks have made it meanwhile."""
+        with self._arrived:
+            if self._call and self._call not in open_calls:
+                self.question = ""
+
+    def unanswered_since(self, moment: float) -> str:
+        """Return the question if rank 0 has not sent a message since a ``time.monotonic()``."""
+        with self._arrived:
+            return self.question if self._heard_at <= moment else ""
+
+    def pause(self, seconds: float, is_over: Callable[[], bool]) -> None:
+        """Wait some seconds, or until a status must be pushed, or the pause is over."""
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._is_due or is_over(), seconds)
+            self._is_due = False
+
+    def handle_look(self, body: Message) -> None:
+        """Handle a message of rank 0: that it looks for a rank, or has answered questions."""
+        self._heard_at = time.monotonic()
+        self.is_watched = body["is_watched"]
+        # Another question may have followed the answered one, or the wait may have ended.
+        if self.question in body["answered"]:
+            self.question = ""
+        self._is_due = self._is_due or self.is_watched
 
 
 class StatusPusher:
@@ -76,19 +134,14 @@ class StatusPusher:
         self._context = context
         self._peers = context.peers
         self._table = StatusTable(self._peers) if self._peers.rank == 0 else None
-        # Only for this object's thread: the last status that it pushed, and the
-        # processor time of the main thread at that time, in seconds.
-        self._pushed = Status(self._peers.mine)
-        self._cpu_seconds = 0.0
-        # For all threads.
-        self._question: _Question | None = None  # until rank 0 has answered it
-        self._heard_at = 0.0  # when rank 0 last sent something, or a question began
-        self._stop_limit: _Limit | None = None  # while the ranks have to stop
-        self._is_watched = False  # while rank 0 needs the statuses for an answer
-        self._is_due = False  # ends the pause of this object's thread
-        self._peers.channel.on_message("look", self._handle_look)
+        self._inquiry = _Inquiry(self._peers.arrived)
+        # While the ranks have to stop. Any thread replaces it as a whole.
+        self._stop_limit: _Limit | None = None
+        self._peers.channel.on_message("look", self._inquiry.handle_look)
         if len(self._peers.table) > 1:
             start_thread("ddpx-status", self._run)
+
+    # For other threads.
 
     def cause_of_broken_collective(self) -> PeerEvent | None:
         """Return the event that broke a collective or store, if a rank caused it.
@@ -113,9 +166,9 @@ class StatusPusher:
         Args:
             question: where and how long this rank has waited.
         """
-        self._ask(_Question(question))
-        self._peers.wait_for(lambda: self._question is None)
-        self._question = None
+        self._inquiry.ask(question)
+        self._peers.wait_for(lambda: not self._inquiry.question)
+        self._inquiry.withdraw()  # in case an event has arrived instead of the answer
 
     def limit_waits(self, seconds: float, name: str) -> None:
         """End waits for another rank that last this long, once this time has passed.
@@ -130,21 +183,14 @@ class StatusPusher:
         """Remove this limit; waits then end after the timeout again."""
         self._stop_limit = None
 
-    def _ask(self, question: _Question) -> None:
-        """Have rank 0 find the rank that this one waits for; does not wait."""
-        with self._peers.arrived:
-            if self._question is None:  # else rank 0 owes an answer, and may be silent
-                self._heard_at = time.monotonic()
-            self._question = question
-            self._is_due = True
-            self._peers.arrived.notify_all()
-
     @property
     def _limit(self) -> _Limit:
         """How long this rank waits for another one."""
         timeout = _Limit(self._context.groups.timeout, "its timeout of")
-        stop = self._stop_limit or timeout
-        return stop if stop.wait < timeout.wait and time.monotonic() >= stop.begins_at else timeout
+        stop = self._stop_limit
+        if stop is None or time.monotonic() < stop.begins_at:
+            return timeout
+        return min(timeout, stop, key=lambda limit: limit.wait)
 
     @property
     def _waited_in_collective(self) -> str:
@@ -157,19 +203,23 @@ class StatusPusher:
     # This object's thread.
 
     def _run(self) -> None:
+        """Push statuses, end overdue waits, and on rank 0 decide, until the ranks disconnect."""
+        last = _Reading(Status(self._peers.mine))
         entered_at: dict[str, float] = {}  # by open call
         while self._wait_for_turn():
             now = time.monotonic()
             entered_at = {call: entered_at.get(call, now) for call in self._open_calls()}
             waited = {call: now - moment for call, moment in entered_at.items()}
-            if self._end_overdue_barrier(waited) or self._end_overdue_collective(waited):
+            if self._end_overdue_wait(waited):
                 entered_at.clear()  # this is done once in each limit
             longest = max(waited.values(), default=0.0)
-            if self._question or self._is_watched or longest >= self._peers.timeouts.deadlock:
-                self._push()
-            question = self._question  # read again: a push drops an obsolete one
-            if question and now - self._heard_at >= 2 * self._peers.timeouts.answer:
-                self._peers.report(silent_rank([self._peers.table[0]], question.text))
+            is_asked = self._inquiry.is_watched or self._inquiry.question
+            if is_asked or longest >= self._peers.timeouts.deadlock:
+                last = self._push(last)
+            # Rank 0 needs the time of one answer itself, and gives another one to the ranks.
+            question = self._inquiry.unanswered_since(now - 2 * self._peers.timeouts.answer)
+            if question:
+                self._peers.report(silent_rank([self._peers.table[0]], question))
             if self._table is not None:
                 self._table.decide(now)
 
@@ -177,8 +227,7 @@ class StatusPusher:
         """Wait until a push is due, or a moment; return whether this thread is needed."""
         timeout = self._context.groups.timeout.total_seconds()
         seconds = min(self._peers.timeouts.deadlock, timeout) / _LOOKS
-        self._peers.channel.wait_for(lambda: self._is_due or not self._is_needed, seconds)
-        self._is_due = False
+        self._inquiry.pause(seconds, is_over=lambda: not self._is_needed)
         return self._is_needed
 
     @property
@@ -192,28 +241,77 @@ class StatusPusher:
         the device.
         """
         call = self._context.barriers.awaited
-        barriers = [] if call is None else [str(call.number)]
+        barriers = [] if call is None else [_key_of(call)]
         return groups_in_collectives() + barriers
 
-    def _push(self) -> None:
-        status = self._read_status()
-        # Hundreds of ranks may be waiting for long, without a change.
-        is_same = status == self._pushed
-        self._pushed = status
-        self._peers.tell([0], "status", {"status": None if is_same else asdict(status)})
+    # Overdue waits. The rank that another one waits for is found and reported, which
+    # aborts the wait. ``waited`` has the seconds for which this rank has waited, by
+    # open call.
 
-    def _read_status(self) -> Status:
+    def _end_overdue_wait(self, waited: Mapping[str, float]) -> bool:
+        """Ask about a call that takes too long, or report a rank that left; return whether so."""
+        if self._ask_about_barrier(waited):
+            return True
+        groups = self._context.groups
+        # gloo raises after its timeout, and if a rank leaves, whose connections close. NCCL
+        # does neither.
+        if not groups.uses_nccl and self._limit.wait == groups.timeout:
+            return False
+        departure = self._peers.cause_or_departure
+        if departure is None:
+            return self._ask_about_collective(waited)
+        return self._report_departure(departure, waited)
+
+    def _ask_about_barrier(self, waited: Mapping[str, float]) -> bool:
+        call = self._context.barriers.awaited
+        if call is None or waited.get(_key_of(call), 0.0) < self._limit.wait.total_seconds():
+            return False
+        self._inquiry.ask(f"rank {call.rank} began {call}", call=_key_of(call))
+        return True
+
+    def _ask_about_collective(self, waited: Mapping[str, float]) -> bool:
+        call = self._collective_open_for(self._limit.wait.total_seconds(), waited)
+        if call:
+            self._inquiry.ask(self._waited_in_collective, call=call)
+        return bool(call)
+
+    def _report_departure(self, departure: PeerEvent, waited: Mapping[str, float]) -> bool:
+        """Report a rank that left if this one still waits in a collective some time later."""
+        call = self._collective_open_for(self._peers.timeouts.answer, waited)
+        if call:
+            self._peers.report(event_of("absent", departure.who, str(departure.to_error())))
+        return bool(call)
+
+    def _collective_open_for(self, seconds: float, waited: Mapping[str, float]) -> str:
+        """Return the key of the longest open call if a collective is open so long, else empty."""
+        longest = max(waited, key=waited.__getitem__, default="")
+        if waited.get(longest, 0.0) < seconds:
+            return ""
+        # With NCCL, a group also has an open call after sends that have ended.
+        return longest if any(progress.pending for progress in read_progress()) else ""
+
+    # The status.
+
+    def _push(self, last: _Reading) -> _Reading:
+        """Push this rank's status to rank 0, and return it; ``last`` is the last one pushed."""
+        reading = self._read_status(last)
+        # Hundreds of ranks may be waiting for long, without a change.
+        is_same = reading.status == last.status
+        status = None if is_same else asdict(reading.status)
+        self._peers.tell([0], "status", {"status": status})
+        return reading
+
+    def _read_status(self, last: _Reading) -> _Reading:
         """Return this rank's status; not for the main thread, whose stack it reads."""
         frame = main_frame()
         groups = read_progress()
         awaited = self._context.barriers.awaited
-        with self._peers.arrived:
-            question = self._question
-            if question and question.call and question.call not in self._open_calls():
-                self._question = question = None  # all ranks have made the call meanwhile
+        # After the calls are read, since a call may end meanwhile: with the question about
+        # it, rank 0 would count a rank that has returned from it as late.
+        self._inquiry.withdraw_unless_open(self._open_calls())
         status = Status(
             self._peers.mine,
-            question=question.text if question else "",
+            question=self._inquiry.question,
             place=call_site_of(frame),
             is_in_collective=is_in_collective(frame) or is_in_backward(frame),
             groups=groups,
@@ -222,55 +320,17 @@ class StatusPusher:
             awaited=awaited,
         )
         cpu_seconds = _cpu_seconds()
-        has_computed = status.is_blocked and cpu_seconds - self._cpu_seconds >= _COMPUTING
-        self._cpu_seconds = cpu_seconds
-        is_settled = status.calls == self._pushed.calls and not has_computed
-        return replace(status, is_settled=is_settled)
+        has_computed = status.is_blocked and cpu_seconds - last.cpu_seconds >= _COMPUTING
+        is_settled = status.calls == last.status.calls and not has_computed
+        return _Reading(replace(status, is_settled=is_settled), cpu_seconds)
 
-    # Overdue waits. The rank that another one waits for is found and reported, which
-    # aborts the wait. ``waited`` has the seconds for which this rank has waited, by
-    # open call.
 
-    def _end_overdue_barrier(self, waited: Mapping[str, float]) -> bool:
-        """Ask about a named barrier that takes too long; return whether one does."""
-        call = self._context.barriers.awaited
-        if call is None or waited.get(str(call.number), 0.0) < self._limit.wait.total_seconds():
-            return False
-        self._ask(_Question(f"rank {call.rank} began {call}", call=str(call.number)))
-        return True
+@dataclass(frozen=True)
+class _Reading:
+    """A status of this rank, and the processor time that its main thread had used, in seconds."""
 
-    def _end_overdue_collective(self, waited: Mapping[str, float]) -> bool:
-        """Ask about a collective that takes too long; return whether one does.
-
-        Before a signal, this is only necessary with NCCL, since gloo raises after its
-        timeout. With NCCL, a collective with a rank that left also counts, since no
-        connection closes with that rank.
-        """
-        groups = self._context.groups
-        if not groups.uses_nccl and self._limit.wait == groups.timeout:
-            return False
-        departure = self._peers.cause_or_departure
-        limit = self._peers.timeouts.answer if departure else self._limit.wait.total_seconds()
-        longest = max(waited, key=waited.__getitem__, default="")
-        is_overdue = waited.get(longest, 0.0) >= limit
-        if not is_overdue or not any(progress.pending for progress in read_progress()):
-            return False
-        if departure is None:
-            self._ask(_Question(self._waited_in_collective, call=longest))
-        else:
-            self._peers.report(event_of("absent", departure.who, str(departure.to_error())))
-        return True
-
-    # Called by rank 0.
-
-    def _handle_look(self, body: Message) -> None:
-        self._heard_at = time.monotonic()
-        self._is_watched = body["is_watched"]
-        # Another question may have followed the answered one, or the wait may have ended.
-        question = self._question
-        if question is not None and question.text in body["answered"]:
-            self._question = None
-        self._is_due = self._is_due or self._is_watched
+    status: Status
+    cpu_seconds: float = 0.0
 
 
 def _cpu_seconds() -> float:
@@ -280,3 +340,7 @@ def _cpu_seconds() -> float:
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     return time.clock_gettime(time.pthread_getcpuclockid(main_thread))
+
+
+def _key_of(call: Call) -> str:
+    return str(call.number)
