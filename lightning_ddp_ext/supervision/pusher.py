@@ -22,7 +22,6 @@ from datetime import timedelta
 import torch
 
 from lightning_ddp_ext.rendezvous.channel import Message
-from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.supervision.flight_recorder import (
@@ -55,73 +54,70 @@ class _Limit:
     begins_at: float = 0.0
 
 
+@dataclass
 class _Inquiry:
     """This rank's question to rank 0, and rank 0's request for statuses.
 
     All threads use it: the main thread and the one that pushes ask, and the channel's
-    thread receives rank 0's messages. Each method holds the lock of ``arrived``.
+    thread receives rank 0's messages. To change it, they hold the lock of ``arrived``.
 
     Attributes:
+        arrived: notified when a message has arrived, or a status must be pushed.
         question: a sentence about this rank's wait, for rank 0 to find the rank that it
             waits for. Empty once rank 0 has answered it, and without one.
+        call: the key of the open call that the question is about, if any.
+        heard_at: when rank 0 last sent a message, or the question began.
         is_watched: whether rank 0 needs statuses, for an answer to any rank.
+        is_due: whether a status must be pushed without a pause.
     """
 
-    def __init__(self, arrived: threading.Condition) -> None:
-        self.question = ""
-        self.is_watched = False
-        self._arrived = arrived
-        self._call = ""  # the key of the open call that the question is about, if any
-        self._heard_at = 0.0  # when rank 0 last sent a message, or the question began
-        self._is_due = False  # whether a status must be pushed without a pause
+    arrived: threading.Condition
+    question: str = ""
+    call: str = ""
+    heard_at: float = 0.0
+    is_watched: bool = False
+    is_due: bool = False
 
     def ask(self, question: str, *, call: str = "") -> None:
         """Have a question pushed to rank 0, in place of an earlier one; does not wait.
 
         Args:
-            question: see the attribute.
+            question: the sentence.
             call: the key of the open call that it is about, with which it becomes
-                obsolete; empty if the call has ended with an error, or the wait is at a
-                stop point.
+                obsolete; empty if that call has ended with an error, or the wait is at
+                a stop point.
         """
-        with self._arrived:
+        with self.arrived:
             if not self.question:  # else rank 0 owes an answer, and may be silent
-                self._heard_at = time.monotonic()
+                self.heard_at = time.monotonic()
             self.question = question
-            self._call = call
-            self._is_due = True
-            self._arrived.notify_all()
+            self.call = call
+            self.is_due = True
+            self.arrived.notify_all()
 
-    def withdraw(self) -> None:
-        """Drop the question, if any."""
-        with self._arrived:
-            self.question = ""
-
-    def withdraw_unless_open(self, open_calls: Collection[str]) -> None:
-        """Drop a question about a call that has ended: all ranks have made it meanwhile."""
-        with self._arrived:
-            if self._call and self._call not in open_calls:
+    def withdraw(self, *, unless_about: Collection[str] = ()) -> None:
+        """Drop the question, unless it is about one of these calls."""
+        with self.arrived:
+            if self.call not in unless_about:
                 self.question = ""
-
-    def unanswered_since(self, moment: float) -> str:
-        """Return the question if rank 0 has not sent a message since a ``time.monotonic()``."""
-        with self._arrived:
-            return self.question if self._heard_at <= moment else ""
 
     def pause(self, seconds: float, is_over: Callable[[], bool]) -> None:
         """Wait some seconds, or until a status must be pushed, or the pause is over."""
-        with self._arrived:
-            self._arrived.wait_for(lambda: self._is_due or is_over(), seconds)
-            self._is_due = False
+        with self.arrived:
+            self.arrived.wait_for(lambda: self.is_due or is_over(), seconds)
+            self.is_due = False
 
     def handle_look(self, body: Message) -> None:
-        """Handle a message of rank 0: that it looks for a rank, or has answered questions."""
-        self._heard_at = time.monotonic()
+        """Handle a message of rank 0: that it looks for a rank, or has answered questions.
+
+        The channel calls this with the lock.
+        """
+        self.heard_at = time.monotonic()
         self.is_watched = body["is_watched"]
         # Another question may have followed the answered one, or the wait may have ended.
         if self.question in body["answered"]:
             self.question = ""
-        self._is_due = self._is_due or self.is_watched
+        self.is_due = self.is_due or self.is_watched
 
 
 class StatusPusher:
@@ -187,10 +183,9 @@ class StatusPusher:
     def _limit(self) -> _Limit:
         """How long this rank waits for another one."""
         timeout = _Limit(self._context.groups.timeout, "its timeout of")
-        stop = self._stop_limit
-        if stop is None or time.monotonic() < stop.begins_at:
-            return timeout
-        return min(timeout, stop, key=lambda limit: limit.wait)
+        stop = self._stop_limit or timeout
+        has_begun = time.monotonic() >= stop.begins_at
+        return stop if has_begun and stop.wait < timeout.wait else timeout
 
     @property
     def _waited_in_collective(self) -> str:
@@ -210,24 +205,23 @@ class StatusPusher:
             now = time.monotonic()
             entered_at = {call: entered_at.get(call, now) for call in self._open_calls()}
             waited = {call: now - moment for call, moment in entered_at.items()}
-            if self._end_overdue_wait(waited):
+            if self._end_overdue_barrier(waited) or self._end_overdue_collective(waited):
                 entered_at.clear()  # this is done once in each limit
             longest = max(waited.values(), default=0.0)
             is_asked = self._inquiry.is_watched or self._inquiry.question
             if is_asked or longest >= self._peers.timeouts.deadlock:
                 last = self._push(last)
-            # Rank 0 needs the time of one answer itself, and gives another one to the ranks.
-            question = self._inquiry.unanswered_since(now - 2 * self._peers.timeouts.answer)
-            if question:
+            question = self._inquiry.question  # read again: a push may withdraw it
+            # Rank 0 gives each rank the time of one answer, and has the same itself.
+            if question and now - self._inquiry.heard_at >= 2 * self._peers.timeouts.answer:
                 self._peers.report(silent_rank([self._peers.table[0]], question))
             if self._table is not None:
                 self._table.decide(now)
 
     def _wait_for_turn(self) -> bool:
         """Wait until a push is due, or a moment; return whether this thread is needed."""
-        timeout = self._context.groups.timeout.total_seconds()
-        seconds = min(self._peers.timeouts.deadlock, timeout) / _LOOKS
-        self._inquiry.pause(seconds, is_over=lambda: not self._is_needed)
+        longest = min(self._peers.timeouts.deadlock, self._context.groups.timeout.total_seconds())
+        self._inquiry.pause(longest / _LOOKS, is_over=lambda: not self._is_needed)
         return self._is_needed
 
     @property
@@ -241,54 +235,41 @@ class StatusPusher:
         the device.
         """
         call = self._context.barriers.awaited
-        barriers = [] if call is None else [_key_of(call)]
+        barriers = [] if call is None else [str(call.number)]
         return groups_in_collectives() + barriers
 
     # Overdue waits. The rank that another one waits for is found and reported, which
     # aborts the wait. ``waited`` has the seconds for which this rank has waited, by
     # open call.
 
-    def _end_overdue_wait(self, waited: Mapping[str, float]) -> bool:
-        """Ask about a call that takes too long, or report a rank that left; return whether so."""
-        if self._ask_about_barrier(waited):
-            return True
+    def _end_overdue_barrier(self, waited: Mapping[str, float]) -> bool:
+        """Ask about a named barrier that takes too long; return whether one does."""
+        call = self._context.barriers.awaited
+        if call is None or waited.get(str(call.number), 0.0) < self._limit.wait.total_seconds():
+            return False
+        self._inquiry.ask(f"rank {call.rank} began {call}", call=str(call.number))
+        return True
+
+    def _end_overdue_collective(self, waited: Mapping[str, float]) -> bool:
+        """Ask about a collective that takes too long; return whether one does.
+
+        A rank that has left never enters the collective, so it is soon reported instead.
+        """
         groups = self._context.groups
-        # gloo raises after its timeout, and if a rank leaves, whose connections close. NCCL
-        # does neither.
+        # gloo raises after its timeout, and after a departure, which closes connections.
         if not groups.uses_nccl and self._limit.wait == groups.timeout:
             return False
         departure = self._peers.cause_or_departure
-        if departure is None:
-            return self._ask_about_collective(waited)
-        return self._report_departure(departure, waited)
-
-    def _ask_about_barrier(self, waited: Mapping[str, float]) -> bool:
-        call = self._context.barriers.awaited
-        if call is None or waited.get(_key_of(call), 0.0) < self._limit.wait.total_seconds():
-            return False
-        self._inquiry.ask(f"rank {call.rank} began {call}", call=_key_of(call))
-        return True
-
-    def _ask_about_collective(self, waited: Mapping[str, float]) -> bool:
-        call = self._collective_open_for(self._limit.wait.total_seconds(), waited)
-        if call:
-            self._inquiry.ask(self._waited_in_collective, call=call)
-        return bool(call)
-
-    def _report_departure(self, departure: PeerEvent, waited: Mapping[str, float]) -> bool:
-        """Report a rank that left if this one still waits in a collective some time later."""
-        call = self._collective_open_for(self._peers.timeouts.answer, waited)
-        if call:
-            self._peers.report(event_of("absent", departure.who, str(departure.to_error())))
-        return bool(call)
-
-    def _collective_open_for(self, seconds: float, waited: Mapping[str, float]) -> str:
-        """Return the key of the longest open call if a collective is open so long, else empty."""
+        limit = self._peers.timeouts.answer if departure else self._limit.wait.total_seconds()
         longest = max(waited, key=waited.__getitem__, default="")
-        if waited.get(longest, 0.0) < seconds:
-            return ""
-        # With NCCL, a group also has an open call after sends that have ended.
-        return longest if any(progress.pending for progress in read_progress()) else ""
+        # With NCCL, calls also seem to be open after sends, so look into the collectives.
+        if waited.get(longest, 0.0) < limit or not any(each.pending for each in read_progress()):
+            return False
+        if departure is None:
+            self._inquiry.ask(self._waited_in_collective, call=longest)
+        else:
+            self._peers.report(event_of("absent", departure.who, str(departure.to_error())))
+        return True
 
     # The status.
 
@@ -297,8 +278,7 @@ class StatusPusher:
         reading = self._read_status(last)
         # Hundreds of ranks may be waiting for long, without a change.
         is_same = reading.status == last.status
-        status = None if is_same else asdict(reading.status)
-        self._peers.tell([0], "status", {"status": status})
+        self._peers.tell([0], "status", {"status": None if is_same else asdict(reading.status)})
         return reading
 
     def _read_status(self, last: _Reading) -> _Reading:
@@ -306,9 +286,9 @@ class StatusPusher:
         frame = main_frame()
         groups = read_progress()
         awaited = self._context.barriers.awaited
-        # After the calls are read, since a call may end meanwhile: with the question about
-        # it, rank 0 would count a rank that has returned from it as late.
-        self._inquiry.withdraw_unless_open(self._open_calls())
+        # After the calls are read: if the question's call has ended meanwhile, all ranks have
+        # made it, and rank 0 would count one that has returned from it as late.
+        self._inquiry.withdraw(unless_about=["", *self._open_calls()])
         status = Status(
             self._peers.mine,
             question=self._inquiry.question,
@@ -337,10 +317,5 @@ def _cpu_seconds() -> float:
     """Return the processor time of the main thread; 0 with CUDA, which polls as it waits."""
     if torch.cuda.is_initialized():
         return 0.0
-    main_thread = threading.main_thread().ident
-    assert main_thread is not None
+    main_thread = threading.main_thread().ident or 0  # never 0, since it has started
     return time.clock_gettime(time.pthread_getcpuclockid(main_thread))
-
-
-def _key_of(call: Call) -> str:
-    return str(call.number)

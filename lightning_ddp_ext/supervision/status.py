@@ -1,9 +1,9 @@
 """Describe the state of a rank, and find in the states of all the rank that others wait for.
 
-A rank waits in a **call**: in a named barrier, in which its main thread is blocked, or in
-a collective, which may be pending in the background, one in each group. The calls of a
-rank are numbered, as are its collectives in each group, so two ranks that are in the
-same call have the same number.
+A rank waits in **calls**: in a named barrier, which blocks its main thread, and in the
+pending collective of each group, which may run in the background. Named barriers are
+numbered, as are the collectives of each group, in the same way on all ranks. A rank is
+thus in the same call as another one if it has the same number.
 
 The functions get the statuses of ranks, and return the event to report, or ``None``.
 """
@@ -76,19 +76,19 @@ class Status:
         return self.is_in_collective or self.awaited is not None
 
     @property
-    def pending(self) -> list[GroupProgress]:
+    def pending_groups(self) -> list[GroupProgress]:
         """Its progress in the groups in which it has a pending collective."""
         return [progress for progress in self.groups if progress.pending]
 
     @property
     def may_wait(self) -> bool:
         """Whether it may be waiting for another rank, even if torch records no collective."""
-        return self.is_blocked or bool(self.question) or bool(self.pending)
+        return self.is_blocked or bool(self.question) or bool(self.pending_groups)
 
     @property
     def calls(self) -> tuple[object, ...]:
-        """The calls in which it waits, and the place; a value that changes with each call."""
-        collectives = [(progress.group, progress.pending) for progress in self.pending]
+        """Its place and pending calls, as a value that changes with each further call."""
+        collectives = [(progress.group, progress.pending) for progress in self.pending_groups]
         return self.place, self.calls_made, self.awaited, collectives
 
     def entered(self, group: str, number: int) -> Collective | None:
@@ -96,15 +96,15 @@ class Status:
         progress = self._progress_in(group)
         return None if progress is None else progress.recent.get(number)
 
-    def must_enter(self, awaited: GroupProgress) -> bool:
+    def must_enter(self, waiting: GroupProgress) -> bool:
         """Whether a collective that is pending on another rank waits for this one.
 
-        ``awaited`` is the progress of the other rank.
+        ``waiting`` is the progress of the other rank in the collective's group.
         """
-        own = self._progress_in(awaited.group)
-        if own is None:  # it has not entered any collective of the group
-            return awaited.has_member(self.who.rank)
-        return own.entered < awaited.pending
+        own = self._progress_in(waiting.group)
+        if own is None:  # this rank has not entered any collective of the group
+            return waiting.has_member(self.who.rank)
+        return own.entered < waiting.pending
 
     def _progress_in(self, group: str) -> GroupProgress | None:
         return next((progress for progress in self.groups if progress.group == group), None)
@@ -170,7 +170,7 @@ def deadlock_in(statuses: Sequence[Status]) -> PeerEvent | None:
     - a *circular wait*: each rank is in a call that another one of them has not made.
     """
     settled = [status for status in statuses if status.is_settled]
-    calls = {_call_of(status) for status in settled if status.awaited or status.pending}
+    calls = {_call_of(status) for status in settled if status.awaited or status.pending_groups}
     if len(calls) < 2:  # a common case, also with hundreds of ranks
         return None
     return _mismatch_in(settled) or _circular_wait_in(settled)
@@ -219,7 +219,7 @@ def _needing_another(statuses: Sequence[Status]) -> list[Status]:
     def needs_another(status: Status) -> bool:
         if status.awaited is not None:  # collectives in the background do not block it
             return status.awaited.number > fewest_barriers
-        return any((each.group, each.pending) in incomplete for each in status.pending)
+        return any((each.group, each.pending) in incomplete for each in status.pending_groups)
 
     return [status for status in statuses if needs_another(status)]
 
@@ -229,7 +229,7 @@ def _pending_in(statuses: Sequence[Status]) -> dict[tuple[str, int], GroupProgre
     return {
         (progress.group, progress.pending): progress
         for status in statuses
-        for progress in status.pending
+        for progress in status.pending_groups
     }
 
 
@@ -246,7 +246,7 @@ def _call_of(status: Status) -> str:
     """Describe the call that a rank waits in, with file and line."""
     if status.awaited is not None:
         return f"{status.awaited.what}, {status.awaited.where or status.place}"
-    progress = status.pending[0]
+    progress = status.pending_groups[0]
     return _in_words(status, progress.collective(progress.pending))
 
 

@@ -12,23 +12,13 @@ rank to all ranks (``rendezvous.peers``), which then raise:
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import dataclass
 
 from lightning_ddp_ext.rendezvous.channel import Message
 from lightning_ddp_ext.rendezvous.peers import Peers
 from lightning_ddp_ext.supervision.status import Status, answer_to, deadlock_in
 
 _RETURNING = 1.0  # seconds from the first rank that returns from a collective to the last
-
-
-@dataclass(frozen=True)
-class _Received:
-    """A rank's last status, and the ``time.monotonic()`` at which it last pushed one."""
-
-    status: Status
-    at: float = -math.inf
 
 
 class StatusTable:
@@ -46,18 +36,18 @@ class StatusTable:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._last = {info.rank: _Received(Status(info)) for info in peers.table}
+        self._last = {info.rank: Status(info) for info in peers.table}
+        self._received_at: dict[int, float] = {}  # by rank, also if the status was the same
         self._asked_at: float | None = None  # the first question without an answer
         peers.channel.on_message("status", self._record_status)
 
     def _record_status(self, body: Message) -> None:
         rank = body["from"]
-        is_same = body["status"] is None  # as the rank's last one
-        status = self._last[rank].status if is_same else Status.from_dict(body["status"])
-        received = _Received(status, time.monotonic())
-        self._last[rank] = received
-        if status.question and self._asked_at is None:
-            self._asked_at = received.at
+        self._received_at[rank] = time.monotonic()
+        if body["status"] is not None:  # else it is the same as the rank's last one
+            self._last[rank] = Status.from_dict(body["status"])
+        if self._last[rank].question and self._asked_at is None:
+            self._asked_at = self._received_at[rank]
             self._peers.tell(self._peers.everyone, "look", {"is_watched": True, "answered": []})
 
     def decide(self, now: float) -> None:
@@ -70,7 +60,11 @@ class StatusTable:
 
     def _since(self, moment: float) -> list[Status]:
         """Return the statuses that ranks have pushed since a ``time.monotonic()``."""
-        return [received.status for received in self._last.values() if received.at > moment]
+        return [
+            status
+            for rank, status in self._last.items()
+            if self._received_at.get(rank, moment) > moment
+        ]
 
     def _counting_from(self, asked_at: float) -> float:
         """Return the moment after which a status counts for the answer.
