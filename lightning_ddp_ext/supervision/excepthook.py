@@ -17,7 +17,7 @@ from lightning_ddp_ext.supervision.failure import explain, limit_exit
 from lightning_ddp_ext.supervision.session import current_session
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-_is_installed = False
+_is_installed = False  # whether our hook is in `sys`, where it stays until the exit
 
 
 def install_excepthook(earlier: Hook) -> None:

@@ -54,6 +54,14 @@ class _Limit:
     begins_at: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """A status of this rank, and the processor time that its main thread had used, in seconds."""
+
+    status: Status
+    cpu_seconds: float = 0.0
+
+
 @dataclass
 class _Inquiry:
     """This rank's question to rank 0, and rank 0's request for statuses.
@@ -303,14 +311,6 @@ class StatusPusher:
         has_computed = status.is_blocked and cpu_seconds - last.cpu_seconds >= _COMPUTING
         is_settled = status.calls == last.status.calls and not has_computed
         return _Reading(replace(status, is_settled=is_settled), cpu_seconds)
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """A status of this rank, and the processor time that its main thread had used, in seconds."""
-
-    status: Status
-    cpu_seconds: float = 0.0
 
 
 def _cpu_seconds() -> float:

@@ -16,18 +16,10 @@ from lightning_ddp_ext.trees import ADAPTERS
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 # Packages whose lines do not help users; they call the user's code, or it calls them.
-_LIBRARIES = {
-    "lightning",
-    "lightning_ddp_ext",
-    "lightning_fabric",
-    "lightning_utilities",
-    "pytorch_lightning",
-    "torch",
-    "torchmetrics",
-}
+_LIBRARIES = {*_LIGHTNING, "lightning_ddp_ext", "lightning_utilities", "torch", "torchmetrics"}
 # Modules whose functions wait for collectives in C++, or for a device that does. A call
-# waits if its innermost frame is in one of them. tests/test_imports.py checks that those of
-# this package exist.
+# waits if its innermost frame is in one of them. A test checks that those of this package
+# exist.
 WAITS_IF_INNERMOST = (
     "torch.distributed.",
     "torch.nn.parallel.distributed.",
@@ -79,7 +71,7 @@ def call_site_in(stack: Iterable[tuple[str, int]]) -> str:
 
 @cache  # the library of a file in a stack has been imported, so the answer does not change
 def is_users(file: str) -> bool:
-    """Whether a file belongs to the user's code, or to any other code that is not a library's."""
+    """Whether a file is the user's: neither of one of the libraries, nor of Python's own."""
     libraries = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
     folders = [folder for library in libraries for folder in getattr(library, "__path__", ())]
     is_of_library = any(file.startswith(folder + os.sep) for folder in folders)

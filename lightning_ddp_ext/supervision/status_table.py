@@ -69,10 +69,9 @@ class StatusTable:
     def _counting_from(self, asked_at: float) -> float:
         """Return the moment after which a status counts for the answer.
 
-        That is the first question. But if the collective has ended meanwhile, some
-        ranks may have returned from it before others: all have pushed a status, and some
-        are not waiting. Then only statuses count that are pushed after all must have
-        returned.
+        That is usually the first question. But if all ranks have pushed a status since,
+        and one is not waiting, the collective may just have ended, and this rank returned
+        before the others. Then only statuses count by which all have returned.
         """
         statuses = self._since(asked_at)
         is_complete = len(statuses) == len(self._last)
