@@ -139,7 +139,7 @@ class StatusPusher:
         self._peers = context.peers
         self._table = StatusTable(self._peers) if self._peers.rank == 0 else None
         self._inquiry = _Inquiry(self._peers.arrived)
-        # While the ranks have to stop. Any thread replaces it as a whole.
+        # While the ranks have to stop; each thread only replaces it as a whole.
         self._stop_limit: _Limit | None = None
         self._peers.channel.on_message("look", self._inquiry.handle_look)
         if len(self._peers.table) > 1:
@@ -208,19 +208,20 @@ class StatusPusher:
     def _run(self) -> None:
         """Push statuses, end overdue waits, and on rank 0 decide, until the ranks disconnect."""
         last = _Reading(Status(self._peers.mine))
-        entered_at: dict[str, float] = {}  # by open call
+        entered_at: dict[str, float] = {}  # by open call, from when its wait counts
         while self._wait_for_turn():
             now = time.monotonic()
             entered_at = {call: entered_at.get(call, now) for call in self._open_calls()}
             waited = {call: now - moment for call, moment in entered_at.items()}
             if self._end_overdue_barrier(waited) or self._end_overdue_collective(waited):
-                entered_at.clear()  # this is done once in each limit
+                entered_at.clear()  # so that this is done once in each limit
             longest = max(waited.values(), default=0.0)
             is_asked = self._inquiry.is_watched or self._inquiry.question
             if is_asked or longest >= self._peers.timeouts.deadlock:
                 last = self._push(last)
-            question = self._inquiry.question  # read again: a push may withdraw it
-            # Rank 0 gives each rank the time of one answer, and has the same itself.
+            # Rank 0 itself may be silent. It has twice as long as other ranks, which have to
+            # answer it first. The question is read again, since a push may withdraw it.
+            question = self._inquiry.question
             if question and now - self._inquiry.heard_at >= 2 * self._peers.timeouts.answer:
                 self._peers.report(silent_rank([self._peers.table[0]], question))
             if self._table is not None:
@@ -228,8 +229,8 @@ class StatusPusher:
 
     def _wait_for_turn(self) -> bool:
         """Wait until a push is due, or a moment; return whether this thread is needed."""
-        longest = min(self._peers.timeouts.deadlock, self._context.groups.timeout.total_seconds())
-        self._inquiry.pause(longest / _LOOKS, is_over=lambda: not self._is_needed)
+        seconds = min(self._peers.timeouts.deadlock, self._context.groups.timeout.total_seconds())
+        self._inquiry.pause(seconds / _LOOKS, is_over=lambda: not self._is_needed)
         return self._is_needed
 
     @property
