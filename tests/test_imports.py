@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import lightning_ddp_ext
+from lightning_ddp_ext.supervision.stacks import WAITS_IF_INNERMOST
 
 ROOT = Path(lightning_ddp_ext.__file__).parent
 PACKAGE = ROOT.name
@@ -88,6 +89,15 @@ def test_no_modules_import_each_other() -> None:
         TopologicalSorter(IMPORTED).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_modules_in_which_ranks_wait_exist() -> None:
+    """They are listed by name, and those of ``integration`` once for each Lightning."""
+    assert FILES.keys() >= {
+        name.rstrip(".").replace("pytorch_lightning", "integration")
+        for name in WAITS_IF_INNERMOST
+        if name.startswith(PACKAGE)
+    }
 
 
 @pytest.mark.parametrize("name", ["errors", "world"])

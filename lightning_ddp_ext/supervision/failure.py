@@ -1,21 +1,20 @@
-"""Determine whether this rank or another one caused an exception, and print it.
+"""Determine whether this rank or another one caused an exception, and announce it.
 
 If another rank fails or exits, a collective or the store of this rank breaks, and its
-main thread raises an exception that does not name the other rank. The place where an
-exception was raised shows whether it may follow from another rank's failure. If so, the
-event of that rank arrives over the control channel, or the statuses of ranks show it.
-All other exceptions are this rank's own, and this rank announces them.
+main thread raises an exception that does not name the other rank. The ``Origin`` of an
+exception shows whether it may follow from another rank's failure. If so, the event of
+that rank arrives over the control channel, or the statuses of ranks show it. All other
+exceptions are this rank's own, and this rank announces them.
 """
 
 from __future__ import annotations
 
 import dis
-import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,10 +37,14 @@ from lightning_ddp_ext.supervision.stacks import (
 T = TypeVar("T")
 # Saves the last step after an exception of this rank; a second call has no effect.
 Save = Callable[[BaseException], object]
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-_hook_behind: Hook | None = None  # the hook that ours replaced and calls, once installed
 
-_RAISING = ("RAISE_VARARGS", "RERAISE")  # the instructions of ``raise`` statements
+# The place where an exception was raised, or one that caused it:
+#
+# - "collective": code that waits for other ranks in a collective or store, by its backend;
+# - "aborted": such code, after this rank has aborted its collectives;
+# - "user": user code, perhaps by a backend, as in ``work.wait()``;
+# - "own": any other place. Ctrl-C, which reaches all ranks, also counts as this rank's own.
+Origin = Literal["collective", "aborted", "user", "own"]
 
 
 def supervised(
@@ -79,13 +82,13 @@ def supervised(
             run.has_failed = True
             explanation = explain(exception, save)
             if run.is_outermost:
-                _limit_exit(explanation, partial(is_main_thread_in, handler))
+                limit_exit(explanation, partial(is_main_thread_in, handler))
             if explanation is exception:
                 raise
             raise explanation from explanation.__cause__
 
 
-def _limit_exit(exception: BaseException, is_needed: Callable[[], bool] = lambda: True) -> None:
+def limit_exit(exception: BaseException, is_needed: Callable[[], bool] = lambda: True) -> None:
     """Limit the time until this process exits or ``is_needed`` returns False."""
     session = current_session()
     if session is not None and session.deadline is not None:
@@ -99,8 +102,8 @@ def explain(exception: BaseException, save: Save = lambda exception: None) -> Ba
 
     Args:
         exception: the exception.
-        save: called with the exception, perhaps twice; if another rank caused it,
-            before this rank's groups are closed.
+        save: called with the exception; if another rank caused it, before this rank's
+            groups are closed.
 
     Returns:
         The exception, or the error of the rank that caused it.
@@ -113,26 +116,18 @@ def explain(exception: BaseException, save: Save = lambda exception: None) -> Ba
         save(exception)
         context.peers.record_raised()
         return exception
-    # Whether this rank had aborted the collective that raised. Read before
-    # `_event_behind` waits, since an abort may happen in that time.
-    is_aborted = context.peers.cause is not None and any(
-        map(_is_in_collective, chain_of(exception))
-    )
-    event = _event_behind(exception, session)
-    if event is not None:
-        if not is_aborted:  # the exception of an aborted collective says nothing new
-            _print_replaced(exception, context)
-        return _replacement(exception, event, context, save)
-    # Announce first, so that the other ranks do not wait for the save. With NCCL, the
-    # announcement aborts collectives, which might change the weights.
-    if context.groups.uses_nccl:
-        save(exception)
-    context.announce_failure(exception, "".join(traceback.format_exception(exception)))
-    save(exception)
-    return exception
+    # First, since `_event_behind` waits, and this rank may abort its collectives meanwhile.
+    origin = origin_of(exception)
+    event = _event_behind(exception, origin, session)
+    if event is None:
+        _announce(exception, context, save)
+        return exception
+    if origin != "aborted":  # the exception of an aborted collective says nothing new
+        _print_replaced(exception, context)
+    return _replacement(exception, event, context, save)
 
 
-def _event_behind(exception: BaseException, session: Session) -> PeerEvent | None:
+def _event_behind(exception: BaseException, origin: Origin, session: Session) -> PeerEvent | None:
     """Return the event of another rank that caused an exception of this rank, if any.
 
     If the exception may follow from one, wait for it.
@@ -141,16 +136,27 @@ def _event_behind(exception: BaseException, session: Session) -> PeerEvent | Non
     if len(peers.everyone) == 1:
         return None
     # Any exception may follow from arbitrary values.
-    if not isinstance(exception, KeyboardInterrupt) and session.context.has_arbitrary_values:
+    if session.context.has_arbitrary_values and not isinstance(exception, KeyboardInterrupt):
         return peers.cause
     if isinstance(exception, torch.AcceleratorError):  # of this rank's own device
         return None
-    if may_be_echo(exception):
+    if origin in ("collective", "aborted"):
         return session.statuses.cause_of_broken_collective()
-    if _is_raised_for_user(exception):
+    if origin == "user":  # it may well be the user's own, so only wait for a report
         peers.wait(peers.timeouts.first_cause)
         return peers.cause
     return None
+
+
+def _announce(exception: BaseException, context: ProcessContext, save: Save) -> None:
+    """Announce this rank's own exception to the other ranks, and call ``save``."""
+    text = "".join(traceback.format_exception(exception))
+    if context.groups.uses_nccl:
+        save(exception)  # first: the announcement aborts collectives, which might change weights
+        context.announce_failure(exception, text)
+    else:
+        context.announce_failure(exception, text)  # first: the other ranks wait for it
+        save(exception)
 
 
 def _replacement(
@@ -179,38 +185,23 @@ def _print_replaced(exception: BaseException, context: ProcessContext) -> None:
 
 
 def may_be_echo(exception: BaseException) -> bool:
-    """Whether ``exception`` or a cause of it was raised in a collective or store.
+    """Whether ``exception`` or a cause of it was raised in a collective or store."""
+    return origin_of(exception) in ("collective", "aborted")
 
-    The place where it was raised decides. Ctrl-C reaches all ranks, perhaps while this
-    one handles another rank's exit, so it counts as this rank's own.
-    """
+
+def origin_of(exception: BaseException) -> Origin:
+    """Return the origin of an exception."""
+    if isinstance(exception, KeyboardInterrupt):
+        return "own"
     context = current()
-    is_aborted = context is not None and context.peers.cause is not None
-    return not isinstance(exception, KeyboardInterrupt) and any(
-        # An exception of torch after an abort follows from another rank's failure.
-        _is_in_collective(each) and (is_aborted or _may_be_of_backend(each))
-        for each in chain_of(exception)
-    )
-
-
-def _is_raised_for_user(exception: BaseException) -> bool:
-    """Whether a backend may have raised it in user code that waits for a collective."""
+    waiting = [each for each in chain_of(exception) if _is_in_collective(each)]
+    if waiting and context is not None and context.peers.cause is not None:
+        return "aborted"
+    if any(map(_may_be_of_backend, waiting)):
+        return "collective"
     trace = _innermost(exception)
-    return trace is not None and is_users(trace.tb_frame) and _may_be_of_backend(exception)
-
-
-def _may_be_of_backend(exception: BaseException) -> bool:
-    """Whether a backend may have raised the exception.
-
-    Backends raise from C++, not by a ``raise`` statement, and only these types.
-    """
-    trace = _innermost(exception)
-    is_of_backend = type(exception) is RuntimeError or isinstance(exception, dist.DistError)
-    return (
-        is_of_backend
-        and trace is not None
-        and dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] not in _RAISING
-    )
+    is_in_users_code = trace is not None and is_users(trace.tb_frame.f_code.co_filename)
+    return "user" if is_in_users_code and _may_be_of_backend(exception) else "own"
 
 
 def _is_in_collective(exception: BaseException) -> bool:
@@ -225,62 +216,24 @@ def _is_in_collective(exception: BaseException) -> bool:
     return is_in_collective(trace.tb_frame) or is_in_joint_backward
 
 
+def _may_be_of_backend(exception: BaseException) -> bool:
+    """Whether a backend may have raised the exception.
+
+    Backends raise from C++, not by a ``raise`` statement, and only these types.
+    """
+    trace = _innermost(exception)
+    is_of_backend = type(exception) is RuntimeError or isinstance(exception, dist.DistError)
+    return is_of_backend and trace is not None and not _is_at_raise(trace)
+
+
+def _is_at_raise(trace: TracebackType) -> bool:
+    """Whether the instruction at which an exception left a frame is a ``raise`` statement."""
+    instruction = trace.tb_frame.f_code.co_code[trace.tb_lasti]
+    return dis.opname[instruction] in ("RAISE_VARARGS", "RERAISE")
+
+
 def _innermost(exception: BaseException) -> TracebackType | None:
     trace = exception.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace
-
-
-# Printing an exception: the traceback, or one line if another rank caused it.
-
-
-def install_excepthook(earlier: Hook) -> None:
-    """Put our ``sys.excepthook`` in front of the others, or keep it there.
-
-    Called after the ranks have connected. For each group, torch puts a hook in front
-    that delays output. The first time, ours covers it; later, ``earlier`` replaces it.
-
-    Args:
-        earlier: the hook before the ranks connected; from the second call on ours, or
-            one that the user has put in front of ours.
-    """
-    global _hook_behind
-    if _hook_behind is None:
-        _hook_behind = sys.excepthook
-        sys.excepthook = _excepthook
-    else:
-        sys.excepthook = earlier
-
-
-def _excepthook(
-    kind: type[BaseException], exception: BaseException, trace: TracebackType | None
-) -> None:
-    assert _hook_behind is not None
-    session = current_session()
-    if session is None or isinstance(exception, RendezvousError):
-        _hook_behind(kind, exception, trace)
-        return
-    if not session.context.peers.has_raised:
-        # Other ranks may be waiting for this one outside of Trainer calls as well.
-        explanation = explain(exception)
-        if explanation is not exception:
-            explanation.__cause__ = exception
-            exception = explanation
-    if isinstance(exception, RankFailedError):
-        print_line(exception)
-    else:
-        _hook_behind(kind, exception, trace)
-        sys.stderr.flush()
-    has_prompt = hasattr(sys, "ps1") or sys.flags.inspect
-    if not has_prompt:  # this process exits
-        _limit_exit(exception)
-
-
-def print_line(exception: BaseException) -> None:
-    """Print this rank's number, and the type and first line of an exception."""
-    context = current()
-    who = "" if context is None else f"[rank {context.peers.rank}] "
-    line = reason_of(exception).partition("\n")[0]
-    sys.stderr.write(f"{who}{line}\n")
-    sys.stderr.flush()

@@ -89,6 +89,10 @@ class GroupProgress:
         """Return a collective by its number."""
         return self.recent.get(number, Collective(f"a collective #{number}"))
 
+    def has_member(self, rank: int) -> bool:
+        """Whether a rank is in the group; every rank is in the default group."""
+        return not self.label or rank in self.members
+
 
 def groups_in_collectives() -> list[str]:
     """Return the groups in which this rank is in a collective, each with its progress.
@@ -97,11 +101,12 @@ def groups_in_collectives() -> list[str]:
     """
     groups = []
     for recorder in _RECORDERS:
-        with suppress(Exception):  # as in `_read`
-            completed = last_completed_of_unfinished(
-                _dump(recorder, with_collectives=False)["pg_status"]
-            )
-            groups += [f"{recorder} {group} {number}" for group, number in completed.items()]
+        with suppress(Exception):  # as in `_read_into`
+            statuses = _dump(recorder, with_collectives=False).get("pg_status", {})
+            groups += [
+                f"{recorder} {group} {number}"
+                for group, number in last_completed_of_unfinished(statuses).items()
+            ]
     return groups
 
 
@@ -125,13 +130,16 @@ def last_completed_of_unfinished(statuses: Mapping[str, Any]) -> dict[str, int]:
 
 def read_progress() -> list[GroupProgress]:
     """Return this rank's progress in each group, as far as torch reports it in time."""
-    progress: dict[str, GroupProgress] = {}
+    progress: list[GroupProgress] = []
     for recorder in _RECORDERS:
-        # NCCL's recorder queries CUDA for the state of events, which may block.
+        # NCCL's recorder queries CUDA for the state of events, which may block. Its thread
+        # then stays, and only fills a list that is not read again.
         is_blocked = any(thread.name == recorder for thread in threading.enumerate())
         if not is_blocked:
-            start_thread(recorder, _read, recorder, progress).join(_DUMPED_WITHIN)
-    return list(progress.values())
+            found: list[GroupProgress] = []
+            start_thread(recorder, _read_into, found, recorder).join(_DUMPED_WITHIN)
+            progress += found
+    return progress
 
 
 def has_timed_out(groups: Collection[GroupProgress], timeout: timedelta) -> bool:
@@ -153,22 +161,26 @@ def has_timed_out(groups: Collection[GroupProgress], timeout: timedelta) -> bool
     )
 
 
-def _read(recorder: str, progress: dict[str, GroupProgress]) -> None:
-    with suppress(Exception):  # missing, or in an unknown format; the report works without it
-        groups = progress_in(_dump(recorder, with_collectives=True), _members())
-        progress.update({each.group: each for each in groups})
+def _read_into(found: list[GroupProgress], recorder: str) -> None:
+    # The format is private to torch. If it changes, reports lack collectives, which tests of
+    # deadlocks notice.
+    with suppress(Exception):
+        found.extend(progress_in(_dump(recorder, with_collectives=True), _members()))
 
 
-def _dump(recorder: str, *, with_collectives: bool) -> Any:
-    """Return a recorder's contents, with or without collectives and Python stacks."""
-    dump = getattr(torch._C._distributed_c10d, recorder)
-    return pickle.loads(dump(with_collectives, with_collectives, False))
+def _dump(recorder: str, *, with_collectives: bool) -> dict[str, Any]:
+    """Return a recorder's contents, with or without collectives and Python stacks.
+
+    They are empty if this build of torch lacks the recorder.
+    """
+    dump = getattr(torch._C._distributed_c10d, recorder, None)
+    return {} if dump is None else pickle.loads(dump(with_collectives, with_collectives, False))
 
 
 def _members() -> dict[str, list[int]]:
     """Return the ranks of each process group, by its name."""
-    names = dist.distributed_c10d._world.pg_names
-    return {name: dist.get_process_group_ranks(group) for group, name in list(names.items())}
+    groups = list(dist.distributed_c10d._world.pg_names.items())  # another thread may form one
+    return {name: dist.get_process_group_ranks(group) for group, name in groups}
 
 
 def progress_in(trace: Mapping[str, Any], members: Mapping[str, list[int]]) -> list[GroupProgress]:
@@ -191,22 +203,21 @@ def progress_in(trace: Mapping[str, Any], members: Mapping[str, list[int]]) -> l
 
 
 def _collectives_in(entries: Sequence[_Entry]) -> dict[int, _Entry]:
-    """Return the collectives of a group by number, without its sends and receives."""
-    last_send = None  # the operation of the last send or receive
-    collectives: dict[int, _Entry] = {}
-    for entry in entries:
-        if entry.get("pg_id") != entries[-1].get("pg_id"):
-            continue  # of a closed group with the name of a new one
-        operation = entry.get("op_id")
-        is_send = operation is not None and operation == last_send
-        if entry.get("is_p2p"):
-            last_send = operation
-        elif not (is_send and _function_of(entry) == "coalesced"):
-            # Coalesced collectives share a number; the last one counts. The entry that
-            # ends coalesced sends is left out: it has the number of an earlier
-            # collective.
-            collectives[int(entry["collective_seq_id"])] = entry
-    return collectives
+    """Return the collectives of a group by number, without its sends and receives.
+
+    Coalesced collectives share a number; the last one counts.
+    """
+    # Earlier ones may be of a closed group that had the same name.
+    own = [entry for entry in entries if entry.get("pg_id") == entries[-1].get("pg_id")]
+    sends = {entry.get("op_id") for entry in own if entry.get("is_p2p")} - {None}
+    return {
+        int(entry["collective_seq_id"]): entry
+        for entry in own
+        if not entry.get("is_p2p")
+        # The entry that ends coalesced sends has their operation, and the number of an
+        # earlier collective.
+        and not (entry.get("op_id") in sends and _function_of(entry) == "coalesced")
+    }
 
 
 def _progress(
@@ -214,27 +225,34 @@ def _progress(
 ) -> GroupProgress:
     name = group.partition(":")[2]  # without the backend
     last = max(entries)
-    unfinished = [
+    unfinished = (
         number
         for number, entry in entries.items()
         if not entry.get("retired") and entry.get("state") != "completed"
-    ]
+    )
     pending = min(unfinished, default=0)
     current = entries[pending or last]
-    latest = sorted(entries)[-_RECENT:]
-    # The description that `new_group` got; without one, it is empty or "undefined".
-    description = str(entries[last]["process_group"][1])
-    label = {_DEFAULT_GROUP: "", "": name, "undefined": name}.get(description, description)
+    label = _label_of(name, str(entries[last]["process_group"][1]))
     return GroupProgress(
         group,
         label=label,
         entered=last,
         pending=pending,
-        recent={number: _collective(entries[number], number, label) for number in latest},
+        recent={
+            number: _collective(entries[number], number, label)
+            for number in sorted(entries)[-_RECENT:]
+        },
         members=members.get(name, []),
         entered_at=current.get("time_created_ns", time.time_ns()) / 1e9,
         limit=current.get("timeout_ms", math.inf) / 1e3,
     )
+
+
+def _label_of(name: str, description: str) -> str:
+    """Return how messages name a group, by the description that ``new_group`` got."""
+    if description == _DEFAULT_GROUP:
+        return ""
+    return name if description in ("", "undefined") else description  # without a description
 
 
 def _function_of(entry: _Entry) -> str:
@@ -247,9 +265,8 @@ def _collective(entry: _Entry, number: int, label: str) -> Collective:
     shapes = f" {sizes}" if sizes else ""
     group = f" of group {label}" if label else ""
     elements = sum(math.prod(size) for size in sizes)
-    stack = entry.get("frames", [])
     return Collective(
         f"{name} #{number}{shapes}{group}",
         f"{name} of {elements} elements" if name in _OF_SAME_SIZE else name,
-        call_site_in((frame["filename"], frame["line"]) for frame in stack),
+        call_site_in((frame["filename"], frame["line"]) for frame in entry.get("frames", [])),
     )

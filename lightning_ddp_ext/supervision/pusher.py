@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
@@ -35,8 +35,8 @@ from lightning_ddp_ext.supervision.stacks import (
     is_in_collective,
     main_frame,
 )
-from lightning_ddp_ext.supervision.status import Status
-from lightning_ddp_ext.supervision.status_table import StatusTable, silent_rank
+from lightning_ddp_ext.supervision.status import Status, silent_rank
+from lightning_ddp_ext.supervision.status_table import StatusTable
 from lightning_ddp_ext.threads import start_thread
 
 # How often a rank's thread looks while the rank waits, before its first status.
@@ -55,15 +55,77 @@ class _Limit:
 
 
 @dataclass(frozen=True)
-class _Question:
-    """A sentence about this rank's wait, for rank 0 to find the rank that it waits for.
+class _Reading:
+    """A status of this rank, and the processor time that its main thread had used, in seconds."""
 
-    ``call`` is the key of the open call that it is about, with which it becomes
-    obsolete; empty if the call has ended with an error, or the wait is at a stop point.
+    status: Status
+    cpu_seconds: float = 0.0
+
+
+@dataclass
+class _Inquiry:
+    """This rank's question to rank 0, and rank 0's request for statuses.
+
+    All threads use it: the main thread and the one that pushes ask, and the channel's
+    thread receives rank 0's messages. To change it, they hold the lock of ``arrived``.
+
+    Attributes:
+        arrived: notified when a message has arrived, or a status must be pushed.
+        question: a sentence about this rank's wait, for rank 0 to find the rank that it
+            waits for. Empty once rank 0 has answered it, and without one.
+        call: the key of the open call that the question is about, if any.
+        heard_at: when rank 0 last sent a message, or the question began.
+        is_watched: whether rank 0 needs statuses, for an answer to any rank.
+        is_due: whether a status must be pushed without a pause.
     """
 
-    text: str
+    arrived: threading.Condition
+    question: str = ""
     call: str = ""
+    heard_at: float = 0.0
+    is_watched: bool = False
+    is_due: bool = False
+
+    def ask(self, question: str, *, call: str = "") -> None:
+        """Have a question pushed to rank 0, in place of an earlier one; does not wait.
+
+        Args:
+            question: the sentence.
+            call: the key of the open call that it is about, with which it becomes
+                obsolete; empty if that call has ended with an error, or the wait is at
+                a stop point.
+        """
+        with self.arrived:
+            if not self.question:  # else rank 0 owes an answer, and may be silent
+                self.heard_at = time.monotonic()
+            self.question = question
+            self.call = call
+            self.is_due = True
+            self.arrived.notify_all()
+
+    def withdraw(self, *, unless_about: Collection[str] = ()) -> None:
+        """Drop the question, unless it is about one of these calls."""
+        with self.arrived:
+            if self.call not in unless_about:
+                self.question = ""
+
+    def pause(self, seconds: float, is_over: Callable[[], bool]) -> None:
+        """Wait some seconds, or until a status must be pushed, or the pause is over."""
+        with self.arrived:
+            self.arrived.wait_for(lambda: self.is_due or is_over(), seconds)
+            self.is_due = False
+
+    def handle_look(self, body: Message) -> None:
+        """Handle a message of rank 0: that it looks for a rank, or has answered questions.
+
+        The channel calls this with the lock.
+        """
+        self.heard_at = time.monotonic()
+        self.is_watched = body["is_watched"]
+        # Another question may have followed the answered one, or the wait may have ended.
+        if self.question in body["answered"]:
+            self.question = ""
+        self.is_due = self.is_due or self.is_watched
 
 
 class StatusPusher:
@@ -76,19 +138,14 @@ class StatusPusher:
         self._context = context
         self._peers = context.peers
         self._table = StatusTable(self._peers) if self._peers.rank == 0 else None
-        # Only for this object's thread: the last status that it pushed, and the
-        # processor time of the main thread at that time, in seconds.
-        self._pushed = Status(self._peers.mine)
-        self._cpu_seconds = 0.0
-        # For all threads.
-        self._question: _Question | None = None  # until rank 0 has answered it
-        self._heard_at = 0.0  # when rank 0 last sent something, or a question began
-        self._stop_limit: _Limit | None = None  # while the ranks have to stop
-        self._is_watched = False  # while rank 0 needs the statuses for an answer
-        self._is_due = False  # ends the pause of this object's thread
-        self._peers.channel.on_message("look", self._handle_look)
+        self._inquiry = _Inquiry(self._peers.arrived)
+        # While the ranks have to stop; each thread only replaces it as a whole.
+        self._stop_limit: _Limit | None = None
+        self._peers.channel.on_message("look", self._inquiry.handle_look)
         if len(self._peers.table) > 1:
             start_thread("ddpx-status", self._run)
+
+    # For other threads.
 
     def cause_of_broken_collective(self) -> PeerEvent | None:
         """Return the event that broke a collective or store, if a rank caused it.
@@ -113,9 +170,9 @@ class StatusPusher:
         Args:
             question: where and how long this rank has waited.
         """
-        self._ask(_Question(question))
-        self._peers.wait_for(lambda: self._question is None)
-        self._question = None
+        self._inquiry.ask(question)
+        self._peers.wait_for(lambda: not self._inquiry.question)
+        self._inquiry.withdraw()  # in case an event has arrived instead of the answer
 
     def limit_waits(self, seconds: float, name: str) -> None:
         """End waits for another rank that last this long, once this time has passed.
@@ -130,21 +187,13 @@ class StatusPusher:
         """Remove this limit; waits then end after the timeout again."""
         self._stop_limit = None
 
-    def _ask(self, question: _Question) -> None:
-        """Have rank 0 find the rank that this one waits for; does not wait."""
-        with self._peers.arrived:
-            if self._question is None:  # else rank 0 owes an answer, and may be silent
-                self._heard_at = time.monotonic()
-            self._question = question
-            self._is_due = True
-            self._peers.arrived.notify_all()
-
     @property
     def _limit(self) -> _Limit:
         """How long this rank waits for another one."""
         timeout = _Limit(self._context.groups.timeout, "its timeout of")
         stop = self._stop_limit or timeout
-        return stop if stop.wait < timeout.wait and time.monotonic() >= stop.begins_at else timeout
+        has_begun = time.monotonic() >= stop.begins_at
+        return stop if has_begun and stop.wait < timeout.wait else timeout
 
     @property
     def _waited_in_collective(self) -> str:
@@ -157,28 +206,31 @@ class StatusPusher:
     # This object's thread.
 
     def _run(self) -> None:
-        entered_at: dict[str, float] = {}  # by open call
+        """Push statuses, end overdue waits, and on rank 0 decide, until the ranks disconnect."""
+        last = _Reading(Status(self._peers.mine))
+        entered_at: dict[str, float] = {}  # by open call, from when its wait counts
         while self._wait_for_turn():
             now = time.monotonic()
             entered_at = {call: entered_at.get(call, now) for call in self._open_calls()}
             waited = {call: now - moment for call, moment in entered_at.items()}
             if self._end_overdue_barrier(waited) or self._end_overdue_collective(waited):
-                entered_at.clear()  # this is done once in each limit
+                entered_at.clear()  # so that this is done once in each limit
             longest = max(waited.values(), default=0.0)
-            if self._question or self._is_watched or longest >= self._peers.timeouts.deadlock:
-                self._push()
-            question = self._question  # read again: a push drops an obsolete one
-            if question and now - self._heard_at >= 2 * self._peers.timeouts.answer:
-                self._peers.report(silent_rank([self._peers.table[0]], question.text))
+            is_asked = self._inquiry.is_watched or self._inquiry.question
+            if is_asked or longest >= self._peers.timeouts.deadlock:
+                last = self._push(last)
+            # Rank 0 itself may be silent. It has twice as long as other ranks, which have to
+            # answer it first. The question is read again, since a push may withdraw it.
+            question = self._inquiry.question
+            if question and now - self._inquiry.heard_at >= 2 * self._peers.timeouts.answer:
+                self._peers.report(silent_rank([self._peers.table[0]], question))
             if self._table is not None:
                 self._table.decide(now)
 
     def _wait_for_turn(self) -> bool:
         """Wait until a push is due, or a moment; return whether this thread is needed."""
-        timeout = self._context.groups.timeout.total_seconds()
-        seconds = min(self._peers.timeouts.deadlock, timeout) / _LOOKS
-        self._peers.channel.wait_for(lambda: self._is_due or not self._is_needed, seconds)
-        self._is_due = False
+        seconds = min(self._peers.timeouts.deadlock, self._context.groups.timeout.total_seconds())
+        self._inquiry.pause(seconds / _LOOKS, is_over=lambda: not self._is_needed)
         return self._is_needed
 
     @property
@@ -195,38 +247,6 @@ class StatusPusher:
         barriers = [] if call is None else [str(call.number)]
         return groups_in_collectives() + barriers
 
-    def _push(self) -> None:
-        status = self._read_status()
-        # Hundreds of ranks may be waiting for long, without a change.
-        is_same = status == self._pushed
-        self._pushed = status
-        self._peers.tell([0], "status", {"status": None if is_same else asdict(status)})
-
-    def _read_status(self) -> Status:
-        """Return this rank's status; not for the main thread, whose stack it reads."""
-        frame = main_frame()
-        groups = read_progress()
-        awaited = self._context.barriers.awaited
-        with self._peers.arrived:
-            question = self._question
-            if question and question.call and question.call not in self._open_calls():
-                self._question = question = None  # all ranks have made the call meanwhile
-        status = Status(
-            self._peers.mine,
-            question=question.text if question else "",
-            place=call_site_of(frame),
-            is_in_collective=is_in_collective(frame) or is_in_backward(frame),
-            groups=groups,
-            has_timed_out=has_timed_out(groups, self._limit.wait),
-            calls_made=self._context.barriers.made,
-            awaited=awaited,
-        )
-        cpu_seconds = _cpu_seconds()
-        has_computed = status.is_blocked and cpu_seconds - self._cpu_seconds >= _COMPUTING
-        self._cpu_seconds = cpu_seconds
-        is_settled = status.calls == self._pushed.calls and not has_computed
-        return replace(status, is_settled=is_settled)
-
     # Overdue waits. The rank that another one waits for is found and reported, which
     # aborts the wait. ``waited`` has the seconds for which this rank has waited, by
     # open call.
@@ -236,47 +256,67 @@ class StatusPusher:
         call = self._context.barriers.awaited
         if call is None or waited.get(str(call.number), 0.0) < self._limit.wait.total_seconds():
             return False
-        self._ask(_Question(f"rank {call.rank} began {call}", call=str(call.number)))
+        self._inquiry.ask(f"rank {call.rank} began {call}", call=str(call.number))
         return True
 
     def _end_overdue_collective(self, waited: Mapping[str, float]) -> bool:
         """Ask about a collective that takes too long; return whether one does.
 
-        Before a signal, this is only necessary with NCCL, since gloo raises after its
-        timeout. With NCCL, a collective with a rank that left also counts, since no
-        connection closes with that rank.
+        A rank that has left never enters the collective, so it is soon reported instead.
         """
         groups = self._context.groups
+        # gloo raises after its timeout, and after a departure, which closes connections.
         if not groups.uses_nccl and self._limit.wait == groups.timeout:
             return False
         departure = self._peers.cause_or_departure
         limit = self._peers.timeouts.answer if departure else self._limit.wait.total_seconds()
         longest = max(waited, key=waited.__getitem__, default="")
-        is_overdue = waited.get(longest, 0.0) >= limit
-        if not is_overdue or not any(progress.pending for progress in read_progress()):
+        # With NCCL, calls also seem to be open after sends, so look into the collectives.
+        if waited.get(longest, 0.0) < limit or not any(each.pending for each in read_progress()):
             return False
         if departure is None:
-            self._ask(_Question(self._waited_in_collective, call=longest))
+            self._inquiry.ask(self._waited_in_collective, call=longest)
         else:
             self._peers.report(event_of("absent", departure.who, str(departure.to_error())))
         return True
 
-    # Called by rank 0.
+    # The status.
 
-    def _handle_look(self, body: Message) -> None:
-        self._heard_at = time.monotonic()
-        self._is_watched = body["is_watched"]
-        # Another question may have followed the answered one, or the wait may have ended.
-        question = self._question
-        if question is not None and question.text in body["answered"]:
-            self._question = None
-        self._is_due = self._is_due or self._is_watched
+    def _push(self, last: _Reading) -> _Reading:
+        """Push this rank's status to rank 0, and return it; ``last`` is the last one pushed."""
+        reading = self._read_status(last)
+        # Hundreds of ranks may be waiting for long, without a change.
+        is_same = reading.status == last.status
+        self._peers.tell([0], "status", {"status": None if is_same else asdict(reading.status)})
+        return reading
+
+    def _read_status(self, last: _Reading) -> _Reading:
+        """Return this rank's status; not for the main thread, whose stack it reads."""
+        frame = main_frame()
+        groups = read_progress()
+        awaited = self._context.barriers.awaited
+        # After the calls are read: if the question's call has ended meanwhile, all ranks have
+        # made it, and rank 0 would count one that has returned from it as late.
+        self._inquiry.withdraw(unless_about=["", *self._open_calls()])
+        status = Status(
+            self._peers.mine,
+            question=self._inquiry.question,
+            place=call_site_of(frame),
+            is_in_collective=is_in_collective(frame) or is_in_backward(frame),
+            groups=groups,
+            has_timed_out=has_timed_out(groups, self._limit.wait),
+            calls_made=self._context.barriers.made,
+            awaited=awaited,
+        )
+        cpu_seconds = _cpu_seconds()
+        has_computed = status.is_blocked and cpu_seconds - last.cpu_seconds >= _COMPUTING
+        is_settled = status.calls == last.status.calls and not has_computed
+        return _Reading(replace(status, is_settled=is_settled), cpu_seconds)
 
 
 def _cpu_seconds() -> float:
     """Return the processor time of the main thread; 0 with CUDA, which polls as it waits."""
     if torch.cuda.is_initialized():
         return 0.0
-    main_thread = threading.main_thread().ident
-    assert main_thread is not None
+    main_thread = threading.main_thread().ident or 0  # never 0, since it has started
     return time.clock_gettime(time.pthread_getcpuclockid(main_thread))

@@ -11,29 +11,22 @@ from collections.abc import Iterable
 from functools import cache
 from types import FrameType
 
+from lightning_ddp_ext.trees import ADAPTERS
+
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 # Packages whose lines do not help users; they call the user's code, or it calls them.
-_LIBRARIES = {
-    "lightning",
-    "lightning_ddp_ext",
-    "lightning_fabric",
-    "lightning_utilities",
-    "pytorch_lightning",
-    "torch",
-    "torchmetrics",
-}
+_LIBRARIES = {*_LIGHTNING, "lightning_ddp_ext", "lightning_utilities", "torch", "torchmetrics"}
 # Modules whose functions wait for collectives in C++, or for a device that does. A call
-# waits if its innermost frame is in one of them.
-_WAITS_IF_INNERMOST = (
+# waits if its innermost frame is in one of them. A test checks that those of this package
+# exist.
+WAITS_IF_INNERMOST = (
     "torch.distributed.",
     "torch.nn.parallel.distributed.",
-    "lightning_ddp_ext.batchnorm.sync_context.",
-    "lightning_ddp_ext.integration.data.training_loaders.",
-    "lightning_ddp_ext.integration.logged_values.",
-    "lightning_ddp_ext.pytorch_lightning.data.training_loaders.",
-    "lightning_ddp_ext.pytorch_lightning.logged_values.",
     "lightning_ddp_ext.ranks.",
+    "lightning_ddp_ext.batchnorm.sync_context.",
+    *(f"{integration}.logged_values." for integration in ADAPTERS.values()),
+    *(f"{integration}.data.training_loaders." for integration in ADAPTERS.values()),
 )
 # A backward pass waits for the gradients of other ranks in C++.
 _BACKWARD = "torch.autograd.graph."
@@ -48,13 +41,16 @@ def call_site() -> str:
 
 
 def caller_in_lightning() -> object:
-    """Return the object whose method called the calling function.
+    """Return the object of Lightning whose method called the function that calls this one.
 
-    ``None`` unless this method is Lightning's own code.
+    ``None`` if other code called that function.
+
+    HACK: Lightning does not pass the object, so its frame is read. If its methods used
+    another name than ``self``, this would return ``None``.
     """
     caller = sys._getframe(2)  # 0 is this function, and 1 the one that calls it
-    is_lightnings = str(caller.f_globals.get("__name__")).partition(".")[0] in _LIGHTNING
-    return caller.f_locals.get("self") if is_lightnings else None  # the name in all its methods
+    is_lightnings = _module_of(caller).partition(".")[0] in _LIGHTNING
+    return caller.f_locals.get("self") if is_lightnings else None
 
 
 def call_site_of(frame: FrameType | None) -> str:
@@ -70,23 +66,19 @@ def call_site_of(frame: FrameType | None) -> str:
 
 def call_site_in(stack: Iterable[tuple[str, int]]) -> str:
     """Return the user's first line in a stack of files and lines; empty if not found."""
-    return next((f"{file}:{line}" for file, line in stack if not _is_library(file)), "")
-
-
-def is_users(frame: FrameType) -> bool:
-    """Whether a frame belongs to the user's code."""
-    return not _is_library(frame.f_code.co_filename)
+    return next((f"{file}:{line}" for file, line in stack if is_users(file)), "")
 
 
 @cache  # the library of a file in a stack has been imported, so the answer does not change
-def _is_library(file: str) -> bool:
-    """Whether a file belongs to one of the libraries, or to Python's own."""
+def is_users(file: str) -> bool:
+    """Whether a file is the user's: neither of one of the libraries, nor of Python's own."""
     libraries = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
     folders = [folder for library in libraries for folder in getattr(library, "__path__", ())]
     is_of_library = any(file.startswith(folder + os.sep) for folder in folders)
-    # Installed packages, such as those in site-packages, are in the same directory.
-    is_of_python = file.startswith(sysconfig.get_path("stdlib")) and "-packages" not in file
-    return is_of_library or is_of_python or file.startswith("<frozen")
+    # The directory of Python's library may have another one, for installed packages.
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(file.split(os.sep))
+    is_of_python = file.startswith(sysconfig.get_path("stdlib")) and not is_installed
+    return not (is_of_library or is_of_python or file.startswith("<frozen"))
 
 
 # The main thread, as seen from another one.
@@ -116,7 +108,7 @@ def is_in_collective(frame: FrameType | None) -> bool:
 
     A backward pass does not count.
     """
-    return _module_of(frame).startswith(_WAITS_IF_INNERMOST)
+    return _module_of(frame).startswith(WAITS_IF_INNERMOST)
 
 
 def is_in_backward(frame: FrameType | None) -> bool:

@@ -13,11 +13,10 @@ from lightning_ddp_ext.supervision.flight_recorder import (
     progress_in,
 )
 
-FINISHED = "completed"
 UNFINISHED = "started"
 
 
-def entry(number: int, op_id: int, state: str = FINISHED, **values: Any) -> dict[str, Any]:
+def entry(number: int, op_id: int, state: str = "completed", **values: Any) -> dict[str, Any]:
     """Return the record of a collective, in the format of torch."""
     return {
         "collective_seq_id": number,
@@ -33,8 +32,7 @@ def entry(number: int, op_id: int, state: str = FINISHED, **values: Any) -> dict
 def test_a_new_group_with_the_name_of_a_closed_one_starts_anew() -> None:
     """Collectives of the closed group, even an unfinished one, do not count."""
     closed = [entry(1, 1), entry(2, 2), entry(3, 3, UNFINISHED)]
-    new = entry(1, 4, pg_id=1)
-    (progress,) = progress_in({"entries": [*closed, new]}, {})
+    (progress,) = progress_in({"entries": [*closed, entry(1, 4, pg_id=1)]}, {})
     assert (progress.entered, progress.pending) == (1, 0)
 
 
@@ -50,8 +48,7 @@ def test_sends_and_coalesced_collectives_hide_no_collective() -> None:
         entry(1, 5, is_p2p=True, profiling_name="nccl:send 0->1"),
         entry(2, 5, UNFINISHED, **joining),
     ]
-    trace = {"entries": [entry(1, 1, UNFINISHED), *coalesced, *sends]}
-    (progress,) = progress_in(trace, {})
+    (progress,) = progress_in({"entries": [entry(1, 1, UNFINISHED), *coalesced, *sends]}, {})
     assert (progress.entered, progress.pending, sorted(progress.recent)) == (2, 1, [1, 2])
 
 
@@ -65,8 +62,8 @@ def test_sends_and_coalesced_collectives_hide_no_collective() -> None:
 )
 def test_a_rank_waits_in_an_unfinished_collective(completed: int, is_waiting: bool) -> None:
     """A collective counts as unfinished even if torch reports a later send as completed."""
-    status = {"last_enqueued_collective": 60, "last_completed_collective": completed}
-    assert bool(last_completed_of_unfinished({"0": status})) == is_waiting
+    statuses = {"0": {"last_enqueued_collective": 60, "last_completed_collective": completed}}
+    assert bool(last_completed_of_unfinished(statuses)) == is_waiting
 
 
 def progress_of(seconds: float, pending: int = 0) -> GroupProgress:

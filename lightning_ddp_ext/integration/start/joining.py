@@ -26,7 +26,7 @@ from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp,
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, variables_of
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
-from lightning_ddp_ext.supervision.failure import install_excepthook
+from lightning_ddp_ext.supervision.excepthook import install_excepthook
 from lightning_ddp_ext.supervision.launching_process import launcher_exit, stop_with_parent
 from lightning_ddp_ext.supervision.session import start_session
 from lightning_ddp_ext.supervision.started_ranks import started_ranks

@@ -23,7 +23,8 @@ from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from lightning_ddp_ext.rendezvous.process_context import leave
-from lightning_ddp_ext.supervision.failure import print_line, supervised
+from lightning_ddp_ext.supervision.excepthook import print_line
+from lightning_ddp_ext.supervision.failure import supervised
 from lightning_ddp_ext.supervision.launching_process import (
     LAUNCHER_PID,
     stop_with_multiprocessing,
