@@ -39,7 +39,32 @@ class Started:
     before_next: Callable[[], object] = lambda: None
 
 
-StartIterator = Callable[["DistributedLoader", "LazyIterator"], Started]
+class LazyIterator(Iterator[Any]):
+    """An iterator of a :class:`DistributedLoader` that starts at its first batch.
+
+    A copy is ``None``, as Lightning copies iterators of torch.
+
+    Attributes:
+        loader: the loader.
+    """
+
+    def __init__(self, loader: DistributedLoader) -> None:
+        self.loader = loader
+        self._started: Started | None = None  # ``None`` until it starts
+
+    def start(self) -> Started:
+        """Start the iterator, unless it has started."""
+        if self._started is None:
+            self._started = self.loader.start_iterator(self)
+        return self._started
+
+    def __next__(self) -> Any:
+        if self._started is not None:
+            self._started.before_next()
+        return next(self.start().batches)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 class DistributedLoader:
@@ -52,25 +77,20 @@ class DistributedLoader:
     Args:
         source: the loader that the Trainer was given; any iterable. It is not changed
             unless it has a state.
-        start_iterator: given this loader and the iterator whose first batch is
-            requested, starts to read.
+        start_iterator: given the iterator whose first batch is requested, starts to read.
         on_iterator: called when an iterator is created; by default, does nothing.
         is_divided: whether a sampler was put into the loader that divides its samples among
             the ranks.
+        length: the number of batches, if it replaces the loader's own length.
+        position_in: for training data, returns the position in ``loader``.
 
     Attributes:
         source, start_iterator, on_iterator, is_divided: the arguments.
         loader: the loader to read: a copy of ``source`` if that is a ``DataLoader``
-            without a state.
-        length: the number of batches that replaces the loader's own length; ``None`` to
-            keep it.
-        position: where the epochs of a loader of training data continue; ``None`` for
-            other data.
+            without a state. An evaluation may replace it by a copy with other batches.
+        position: where an epoch of training data continues; ``None`` for other data.
 
-    For training data, the creator sets ``length`` and ``position`` before the loader is
-    shown.
-
-    >>> loader = DistributedLoader([1, 2], lambda loader, iterator: Started(iter(loader.loader)))
+    >>> loader = DistributedLoader([1, 2], lambda iterator: Started(iter(iterator.loader.loader)))
     >>> len(loader), list(loader), list(loader)
     (2, [1, 2], [1, 2])
     """
@@ -78,10 +98,12 @@ class DistributedLoader:
     def __init__(
         self,
         source: Any,
-        start_iterator: StartIterator,
+        start_iterator: Callable[[LazyIterator], Started],
         *,
         on_iterator: Callable[[], object] = lambda: None,
         is_divided: bool = False,
+        length: int | None = None,
+        position_in: Callable[[Any], Position] | None = None,
     ) -> None:
         self.source = source
         self.start_iterator = start_iterator
@@ -89,13 +111,10 @@ class DistributedLoader:
         self.is_divided = is_divided
         # The owner of a state may read it, so the loader is not copied.
         self.loader = source if is_stateful(source) else own_copy(source)
-        self.length: int | None = None
-        self.position: Position | None = None
+        self.position = None if position_in is None else position_in(self.loader)
+        self._length = length
         self._epoch = -1  # that of the objects inside; -1 before the first one
-        # The seed of an iterator's workers is drawn twice: by `__iter__`, as torch does, and,
-        # from the same state of the generator, by the real iterator, in `workers_of`. This is
-        # the state before the latest draw; ``None`` if there was none.
-        self._state_before_seed: torch.Tensor | None = None
+        self._worker_seed = WorkerSeed()
 
     def shown(self) -> Any:
         """Return a proxy of this loader with the class and attributes of ``loader``.
@@ -103,6 +122,14 @@ class DistributedLoader:
         The Trainer and its users get the proxy.
         """
         return show(self.loader, self)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.on_iterator()
+        self._worker_seed.draw(self.loader)
+        return LazyIterator(self)
+
+    def __len__(self) -> int:
+        return len(self.loader) if self._length is None else self._length
 
     def set_epoch(self, epoch: int, *, is_set_by_lightning: bool = False) -> None:
         """Set the epoch of the objects in the loader, unless this has set it before.
@@ -122,12 +149,6 @@ class DistributedLoader:
                 are_set += samplers_set_by_lightning(self.loader)
             set_epoch(self.loader, epoch, except_for=are_set)
 
-    def _draw_worker_seed(self) -> None:
-        """Draw what torch draws when it creates an iterator, and keep the state before that."""
-        source = self.loader.generator or torch.default_generator
-        self._state_before_seed = source.get_state()
-        torch.empty((), dtype=torch.int64).random_(generator=source)
-
     @contextmanager
     def workers_of(self, epoch: int, *, rank: int, seed: int | None) -> Iterator[None]:
         """Give the epoch and the drawn seed to workers of an iterator created in the block.
@@ -135,75 +156,8 @@ class DistributedLoader:
         For the arguments, see :func:`~lightning_ddp_ext.data.epochs.prepare_workers`.
         """
         prepare_workers(self.loader, epoch, rank=rank, seed=seed)
-        if self._state_before_seed is None:
+        with self._worker_seed.drawn_again(self.loader):
             yield
-            return
-        users_generator = self.loader.generator
-        self.loader.generator = UnsentGenerator()
-        self.loader.generator.set_state(self._state_before_seed)
-        try:
-            yield
-        finally:
-            self.loader.generator = users_generator
-
-    def __iter__(self) -> Iterator[Any]:
-        self.on_iterator()
-        if _draws_seed_on_cpu(self.loader) and (
-            # Torch draws nothing if workers persist from an earlier iterator.
-            not self.loader.persistent_workers or self._state_before_seed is None
-        ):
-            self._draw_worker_seed()
-        return LazyIterator(self)
-
-    def __len__(self) -> int:
-        return len(self.loader) if self.length is None else self.length
-
-
-class LazyIterator(Iterator[Any]):
-    """An iterator of a :class:`DistributedLoader` that starts at its first batch.
-
-    A copy is ``None``, as Lightning copies iterators of torch.
-
-    Attributes:
-        loader: the loader.
-    """
-
-    def __init__(self, loader: DistributedLoader) -> None:
-        self.loader = loader
-        self._started: Started | None = None  # ``None`` until it starts
-
-    def start(self) -> Started:
-        """Start the iterator, unless it has started."""
-        if self._started is None:
-            self._started = self.loader.start_iterator(self.loader, self)
-        return self._started
-
-    def __next__(self) -> Any:
-        if self._started is not None:
-            self._started.before_next()
-        return next(self.start().batches)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-
-class UnsentGenerator(torch.Generator):
-    """A generator that is sent to another process without its state.
-
-    Torch could not send the state. A spawned worker gets the generator with the loader,
-    if the user's objects refer to the Trainer.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return UnsentGenerator, ()
-
-
-def _draws_seed_on_cpu(loader: Any) -> bool:
-    """Whether a loader's iterator draws a seed as torch does, and on the CPU."""
-    if not is_of_torch(loader, "__iter__"):
-        return False
-    generator = loader.generator or torch.default_generator
-    return generator.device.type == torch.get_default_device().type == "cpu"
 
 
 def samplers_set_by_lightning(loader: Any) -> list[Any]:
@@ -220,3 +174,53 @@ def source_of(loader: Any) -> Any:
     """Return the user's loader behind a shown one, or another loader unchanged."""
     distributed = iterable_of(loader)
     return distributed.source if isinstance(distributed, DistributedLoader) else loader
+
+
+class WorkerSeed:
+    """The seed that torch draws for the workers of a loader's iterator.
+
+    Torch draws it when it creates its iterator, which is later than our iterator is
+    created. So the seed is drawn twice from the same state of the generator: by
+    :meth:`draw` when torch would draw it, and in :meth:`drawn_again` by torch itself.
+    """
+
+    def __init__(self) -> None:
+        # The generator's state before the latest draw; ``None`` if there was none.
+        self._state: torch.Tensor | None = None
+
+    def draw(self, loader: Any) -> None:
+        """Draw from the loader's generator what torch draws for a new iterator."""
+        if not is_of_torch(loader, "__iter__"):
+            return
+        if loader.persistent_workers and self._state is not None:
+            return  # the workers keep the seed of the first iterator
+        generator = loader.generator or torch.default_generator
+        # Torch draws on its default device, and the state below is one for the CPU.
+        if generator.device.type == torch.get_default_device().type == "cpu":
+            self._state = generator.get_state()
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+
+    @contextmanager
+    def drawn_again(self, loader: Any) -> Iterator[None]:
+        """Make an iterator of torch that is created in the block draw the same seed."""
+        if self._state is None:
+            yield
+            return
+        users_generator = loader.generator
+        loader.generator = UnsentGenerator()
+        loader.generator.set_state(self._state)
+        try:
+            yield
+        finally:
+            loader.generator = users_generator
+
+
+class UnsentGenerator(torch.Generator):
+    """A generator that is sent to another process without its state.
+
+    Torch could not send the state. A spawned worker gets the generator with the loader,
+    if the user's objects refer to the Trainer.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnsentGenerator, ()

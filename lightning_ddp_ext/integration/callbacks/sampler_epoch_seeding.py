@@ -76,13 +76,12 @@ class SamplerEpochSeeding(pl.Callback):
             source = as_lightning(source, shuffle, stage)
         return DistributedLoader(source, partial(self._start_iterator, trainer)).shown()
 
-    def _start_iterator(
-        self, trainer: pl.Trainer, loader: DistributedLoader, iterator: LazyIterator
-    ) -> Started:
+    def _start_iterator(self, trainer: pl.Trainer, iterator: LazyIterator) -> Started:
         """Read the loader, after passing the epoch to the objects inside.
 
         Users' own iterators of a loader, beside the loop's, do not change its epoch.
         """
+        loader = iterator.loader
         epoch = epoch_of(trainer)
         if is_read_by(active_loop_of(trainer), iterator):
             loader.set_epoch(epoch, is_set_by_lightning=trainer.state.fn == "fit")

@@ -88,11 +88,11 @@ class UnevenInputs:
         """Whether the ranks end an epoch together, and not each one separately."""
         return self._mode is not None and self._strategy.world_size > 1
 
-    def agree_on_length(self, loader: DistributedLoader) -> None:
-        """Give a new training loader the length of the shortest rank, if ranks end together.
+    def agree_on_length(self, loader: Any) -> int | None:
+        """Return the length of a new training loader on the shortest rank, if ranks end together.
 
-        Collective in that case. A loader without a length on all ranks keeps none. The
-        first batch of a new loader is compared between the ranks.
+        Collective in that case. Otherwise, or if the loader has no length on any rank,
+        return ``None``. The first batch of a new loader is compared between the ranks.
 
         Raises:
             ConfigurationError: the ranks have not connected yet.
@@ -100,7 +100,7 @@ class UnevenInputs:
         """
         self._has_new_loaders = True
         if not self._ends_together:
-            return
+            return None
         if not dist.is_initialized():
             raise ConfigurationError(
                 f"uneven_inputs={self._mode!r} needs all ranks when the training data is loaded,"
@@ -109,16 +109,17 @@ class UnevenInputs:
             )
         lengths = tuple(ranks_of(self._strategy).gather(length_or_inf(loader)))
         if math.inf not in lengths:
-            loader.length = min(lengths)
-        elif min(lengths) < math.inf:
+            return int(min(lengths))
+        if min(lengths) < math.inf:
             refuse(
                 self._strategy,
                 SamplingError(
-                    f"training loader {type(loader.loader).__name__} must have a length on every"
+                    f"training loader {type(loader).__name__} must have a length on every"
                     f" rank or on none, or training would hang (lengths by rank: {lengths}; inf"
                     " means no length); define __len__ on every rank"
                 ),
             )
+        return None
 
     def give_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Return an iterator that ends on all ranks together, if that is requested."""
