@@ -79,16 +79,18 @@ class Position:
         """Return the properties, by name, with which a place has the same meaning."""
         raise NotImplementedError
 
-    def _place_after(self, batches: int) -> int | None:
-        """Return the place after some batches of the epoch's first iterator in this run."""
+    def _after(self, batches: int) -> tuple[int | None, Any]:
+        """Return the place after some batches of an iterator from ``start`` on.
+
+        ``None`` if it is unknown. The second value is the loader's state there, if any.
+        """
         raise NotImplementedError
 
-    def _state_at(self, place: int | None) -> Any:
-        """Return the loader's state at a place; by default, a loader has no state."""
-        return None
-
     def _restore(self, state: Any, checksum: int) -> str | None:
-        """Prepare the next iterator to begin at ``start``; return the problem, if any."""
+        """Prepare the next iterator to begin at ``start``; return the problem, if any.
+
+        Only called with a place that :meth:`_after` has returned.
+        """
         raise NotImplementedError
 
     # For all loaders.
@@ -136,11 +138,11 @@ class Position:
         The entries are "identity", see :meth:`_identity`; "at", the place, or ``None`` if
         it is unknown; and "state", the loader's, which only this rank can use.
         """
-        place = self._place_after(batches)
+        place, state = self._after(batches)
         return {
             "identity": self._identity(),
             "at": place if self._iterators <= 1 else None,
-            "state": self._state_at(place),
+            "state": state,
         }
 
 
@@ -169,8 +171,8 @@ class UnknownPosition(Position):
         return {"kind": "unknown"}
 
     @override
-    def _place_after(self, batches: int) -> None:
-        return None
+    def _after(self, batches: int) -> tuple[None, None]:
+        return None, None
 
 
 class SamplerPosition(Position):
@@ -237,10 +239,10 @@ class SamplerPosition(Position):
         return items // self._batch_size if drops_rest else -(-items // self._batch_size)
 
     @override
-    def _place_after(self, batches: int) -> int | None:
+    def _after(self, batches: int) -> tuple[int | None, None]:
         if self._batch_size != self._size_at_start:
-            return None
-        return self.sampler.shard(self.start).position_after(batches * self._batch_size)
+            return None, None
+        return self.sampler.shard(self.start).position_after(batches * self._batch_size), None
 
     @override
     def _restore(self, state: Any, checksum: int) -> str | None:
@@ -304,12 +306,9 @@ class StatePosition(Position):
             yield batch
 
     @override
-    def _place_after(self, batches: int) -> int:
-        return self.start + batches
-
-    @override
-    def _state_at(self, place: int | None) -> Any:
-        return self._states.get(place)
+    def _after(self, batches: int) -> tuple[int, Any]:
+        place = self.start + batches
+        return place, self._states.get(place)
 
     @override
     def _restore(self, state: Any, checksum: int) -> str | None:
