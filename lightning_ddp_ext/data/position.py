@@ -55,6 +55,7 @@ class Position:
         sampler: our sampler that yields the loader's items, if any.
         epoch: the epoch that is read; -1 before the first one.
         start: the place at which the epoch begins in this run.
+        checksum: that of the latest order that was drawn; 0 if none was.
     """
 
     unknown_place: str = (
@@ -69,6 +70,7 @@ class Position:
         self._world_size = world_size
         self.epoch = -1
         self.start = 0
+        self.checksum = 0
         # Iterators that have started in this epoch. With a second one, the loader has begun
         # again beside a longer one.
         self._iterators = 0
@@ -94,11 +96,6 @@ class Position:
         raise NotImplementedError
 
     # For all loaders.
-
-    @property
-    def checksum(self) -> int:
-        """The checksum of the latest order that was drawn; 0 if none is."""
-        return 0 if self.sampler is None else self.sampler.fingerprint
 
     def start_epoch(self, epoch: int) -> None:
         """Make the next iterators start at the beginning of an epoch."""
@@ -231,6 +228,7 @@ class SamplerPosition(Position):
         self.sampler.epoch = self.epoch  # a hook may have set another number
         if self.sampler.drawn_order is None:
             self.sampler.drawn_order = self.sampler.compute_order()
+            self.checksum = self.sampler.drawn_order.checksum
 
     @override
     def left(self, place: int) -> float:

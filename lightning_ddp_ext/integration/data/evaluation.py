@@ -189,7 +189,7 @@ class EvenBatches:
         order = self.sampler.compute_order()
         # The repeating ranks read one of the first items of the order last.
         shard = replace(self.sampler.shard(0), uneven="pad")
-        items = order(shard.positions(0, len(shard))).tolist()
+        items = order.items_at(shard.positions(0, len(shard))).tolist()
         if self._batch_size is None:
             yield from items
             return
