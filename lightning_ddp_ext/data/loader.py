@@ -7,22 +7,26 @@ numbers as with a loader that is not wrapped.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ddp_ext.data.epochs import prepare_workers, samplers_below, set_epoch
-from lightning_ddp_ext.data.position import Position, global_order_of
-from lightning_ddp_ext.data.proxy import (
+from lightning_ddp_ext.data.inspection import (
+    all_below,
+    has_set_epoch,
     is_of_torch,
     is_stateful,
-    iterable_of,
-    own_copy,
-    show,
+    samplers_below,
+    set_epoch,
 )
+from lightning_ddp_ext.data.position import Position, global_order_of
+from lightning_ddp_ext.data.proxy import forget_workers, iterable_of, own_copy, show
+from lightning_ddp_ext.data.random_state import seed_generators
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ class DistributedLoader:
     def workers_of(self, epoch: int, *, rank: int, seed: int | None) -> Iterator[None]:
         """Give the epoch and the drawn seed to workers of an iterator created in the block.
 
-        For the arguments, see :func:`~lightning_ddp_ext.data.epochs.prepare_workers`.
+        For the arguments, see :func:`prepare_workers`.
         """
         prepare_workers(self.loader, epoch, rank=rank, seed=seed)
         with self._worker_seed.drawn_again(self.loader):
@@ -224,3 +228,72 @@ class UnsentGenerator(torch.Generator):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return UnsentGenerator, ()
+
+
+def prepare_workers(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> None:
+    """Make the workers of a loader's next iterator belong to an epoch.
+
+    Call it before the loader is iterated over. Persistent workers would not see the new
+    epoch. So the next iterator starts new workers if a dataset has ``set_epoch``, if
+    the dataset is iterable, or if ``seed`` is given.
+
+    Args:
+        loader: the loader to be iterated over. If it is a ``DataLoader``, its
+            ``worker_init_fn`` is replaced. Of the loaders below it, which belong to the
+            user, only persistent workers are replaced, since they would keep an old
+            epoch; their ``worker_init_fn`` is left as it is.
+        epoch: the epoch, from 0.
+        rank: this process's rank.
+        seed: if given, the workers' generators are seeded from (``seed``, epoch, rank,
+            worker).
+    """
+    if isinstance(loader, DataLoader):
+        users_function = loader.worker_init_fn
+        if isinstance(users_function, StartWorker):  # of an earlier epoch
+            users_function = users_function.users_function
+        loader.worker_init_fn = StartWorker(users_function, epoch, rank, seed)
+    for each in all_below(loader):
+        if (
+            isinstance(each, DataLoader)
+            and each.persistent_workers
+            and (seed is not None or _depends_on_epoch(each.dataset))
+        ):
+            forget_workers(each)
+
+
+def _depends_on_epoch(dataset: object) -> bool:
+    """Whether a worker's copy of a dataset may depend on the epoch.
+
+    An iterable dataset may draw its order in the worker.
+    """
+    return isinstance(dataset, IterableDataset) or any(map(has_set_epoch, all_below(dataset)))
+
+
+@dataclass(frozen=True)
+class StartWorker:
+    """A ``worker_init_fn`` that calls the user's and seeds the worker.
+
+    The worker also leaves the Unix process group of its rank. torchrun, schedulers and
+    terminals send signals to all processes of a group. Such a signal would kill the
+    workers, which the rank needs until it stops.
+
+    Attributes:
+        users_function: the loader's function before, or ``None``.
+        epoch: from 0.
+        rank: from 0.
+        seed: ``None`` leaves the generators as torch and the user's function seed them.
+    """
+
+    users_function: Callable[[int], None] | None
+    epoch: int
+    rank: int
+    seed: int | None
+
+    def __call__(self, worker: int) -> None:
+        """Start a worker."""
+        with suppress(OSError):  # a session leader cannot change its group
+            os.setpgid(0, 0)
+        if self.users_function is not None:
+            self.users_function(worker)
+        if self.seed is not None:
+            seed_generators(self.seed, epoch=self.epoch, rank=self.rank, worker=worker)

@@ -29,14 +29,14 @@ from typing import Any
 from torch.utils.data import BatchSampler
 from typing_extensions import override
 
-from lightning_ddp_ext.data.proxy import (
+from lightning_ddp_ext.data.inspection import (
     each_of,
     index_sampler_of,
     is_stateful,
     length_or_inf,
-    read_instead,
     yields_in_order,
 )
+from lightning_ddp_ext.data.proxy import read_instead
 from lightning_ddp_ext.data.samplers import GlobalOrderSampler, RankOrderSampler
 
 

@@ -1,11 +1,10 @@
-"""Read, copy and show a loader of any class.
+"""Copy a loader, and show it with another iterator.
 
-An object is shown through a proxy, which has its class and attributes, but another
-iterator. A loader is shown while ours is iterated over; the user's own sampler is shown
-while a copy of the loader reads other indices.
+A loader is shown through a proxy, which has its class and attributes, but another
+iterator: Lightning and users get a proxy of the loader, which iterates over ours. A
+sampler is shown as well, while a copy of its loader reads other indices.
 
-The sections below are: reading loaders, and copies and proxies. A loader may be any
-iterable of the user's, so its type is ``Any``.
+Loaders and samplers may have any class of the user's, so their type is ``Any``.
 """
 
 from __future__ import annotations
@@ -15,78 +14,64 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from lightning_ddp_ext.data.epochs import forget_workers, samplers_below
+from lightning_ddp_ext.data.inspection import index_sampler_of
 
 T = TypeVar("T")
 
-_END = object()
+
+# Copies.
 
 
-# Reading loaders.
+def copy_attributes(original: T) -> T:
+    """Return an object of the same class with the same attributes.
 
+    ``copy.copy`` would call ``__reduce__`` and ``__getstate__``, which may refuse, or
+    leave out what cannot be sent to another process, such as a lock. Of a proxy, the
+    original is copied.
 
-def each_of(iterator: Iterator[T]) -> Iterator[T]:
-    """Yield the items that are left in an iterator.
-
-    A ``for`` loop over the iterator would call its ``__iter__``, which starts a loader
-    anew if that is its own iterator.
-
-    >>> list(each_of(iter("abc")))
-    ['a', 'b', 'c']
+    >>> class Loader:
+    ...     def __getstate__(self):
+    ...         return {}
+    >>> loader = Loader()
+    >>> loader.lock = "a lock"
+    >>> copy_attributes(loader).lock
+    'a lock'
     """
-    item: Any
-    while (item := next(iterator, _END)) is not _END:
-        yield item
+    source: Any = _without_proxy(original)
+    copied: T = object.__new__(type(source))
+    state: Any = object.__getstate__(source)  # a tuple if the class has slots
+    attributes, slots = state if isinstance(state, tuple) else (state, {})
+    vars(copied).update(attributes or {})
+    for name, value in slots.items():
+        object.__setattr__(copied, name, value)
+    return copied
 
 
-def index_sampler_of(loader: Any) -> Any:
-    """Return the batch sampler or sampler that a loader reads, or ``None``."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return None
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+def own_copy(loader: Any) -> Any:
+    """Return a copy of a ``DataLoader`` that can be changed and read independently.
 
-
-def is_of_torch(loader: object, *methods: str) -> bool:
-    """Whether these methods of a loader are those of torch's or torchdata's ``DataLoader``."""
+    Other iterables are returned as they are, since nothing changes them.
+    """
     if not isinstance(loader, DataLoader):
-        return False
-    modules = [getattr(type(loader), name).__module__ for name in methods]
-    return all(module.partition(".")[0] in ("torch", "torchdata") for module in modules)
+        return loader
+    copied = copy_attributes(loader)
+    forget_workers(copied)
+    return copied
 
 
-def yields_in_order(loader: Any) -> bool:
-    """Whether a loader yields a batch for each item of its index sampler, in their order."""
-    return is_of_torch(loader, "__iter__") and bool(
-        loader.num_workers == 0 or getattr(loader, "in_order", True)
-    )
+def forget_workers(loader: DataLoader[Any]) -> None:
+    """Make the next iterator start new workers.
 
-
-def is_stateful(loader: object) -> bool:
-    """Whether a loader has a state, as torchdata's ``StatefulDataLoader`` does."""
-    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def length_or_inf(loader: Any) -> float:
-    """Return the length of a loader, sampler or dataset; ``inf`` if it has none."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return float("inf")
-
-
-def name_of(loader: Any) -> str:
-    """Return a name for a loader in errors: its samplers' classes, or else its data's.
-
-    >>> name_of(DataLoader(range(4), shuffle=True)), name_of([1, 2])
-    ('BatchSampler over RandomSampler', 'list')
+    Torch keeps the first iterator of persistent workers in this attribute, and has no
+    public way to drop it. A subclass of ``DataLoader`` may refuse to set attributes, so
+    its ``__setattr__`` is not called.
     """
-    samplers = [type(sampler).__name__ for sampler in samplers_below(index_sampler_of(loader))]
-    return " over ".join(samplers) or type(getattr(loader, "dataset", loader)).__name__
+    object.__setattr__(loader, "_iterator", None)
 
 
-# Copies and proxies.
+# Proxies.
 
 
 class Proxy:
@@ -156,52 +141,6 @@ def show(original: Any, iterable: Any) -> Any:
     return proxy
 
 
-def iterable_of(obj: object) -> Any:
-    """Return the ``iterable`` of a proxy; ``None`` for any other object."""
-    return obj._ddpx_iterable if isinstance(obj, Proxy) else None
-
-
-def copy_attributes(original: T) -> T:
-    """Return an object of the same class with the same attributes.
-
-    ``copy.copy`` would call ``__reduce__`` and ``__getstate__``, which may refuse, or
-    leave out what cannot be sent to another process, such as a lock. Of a proxy, the
-    original is copied.
-
-    >>> class Loader:
-    ...     def __getstate__(self):
-    ...         return {}
-    >>> loader = Loader()
-    >>> loader.lock = "a lock"
-    >>> copy_attributes(loader).lock
-    'a lock'
-    """
-    source: Any = _without_proxy(original)
-    copied: T = object.__new__(type(source))
-    state: Any = object.__getstate__(source)  # a tuple if the class has slots
-    attributes, slots = state if isinstance(state, tuple) else (state, {})
-    vars(copied).update(attributes or {})
-    for name, value in slots.items():
-        object.__setattr__(copied, name, value)
-    return copied
-
-
-def own_copy(loader: Any) -> Any:
-    """Return a copy of a ``DataLoader`` that can be changed and read independently.
-
-    Other iterables are returned as they are, since nothing changes them.
-    """
-    if not isinstance(loader, DataLoader):
-        return loader
-    copied = copy_attributes(loader)
-    forget_workers(copied)
-    return copied
-
-
-def _without_proxy(obj: Any) -> Any:
-    return obj._ddpx_original if isinstance(obj, Proxy) else obj
-
-
 @cache
 def _proxy_class(original: type) -> type:
     """Return a subclass of ``Proxy`` and, if Python allows it, of the original class."""
@@ -214,6 +153,15 @@ def _proxy_class(original: type) -> type:
         return type(original.__name__, (Proxy, original), namespace)
     except TypeError:  # it has slots, is implemented in C, or cannot have subclasses
         return type(original.__name__, (Proxy,), namespace)
+
+
+def iterable_of(obj: object) -> Any:
+    """Return the ``iterable`` of a proxy; ``None`` for any other object."""
+    return obj._ddpx_iterable if isinstance(obj, Proxy) else None
+
+
+def _without_proxy(obj: Any) -> Any:
+    return obj._ddpx_original if isinstance(obj, Proxy) else obj
 
 
 def read_instead(loader: DataLoader[Any], items: Iterable[Any]) -> None:

@@ -29,7 +29,7 @@ from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
 from lightning_ddp_ext.arguments import check_choice, integer, length_of
-from lightning_ddp_ext.data.epochs import has_set_epoch, samplers_below
+from lightning_ddp_ext.data.inspection import has_set_epoch, samplers_below
 from lightning_ddp_ext.data.permutation import Permutation, Shard, Uneven
 from lightning_ddp_ext.data.random_state import generators_of, keys_of, mix, seeded
 from lightning_ddp_ext.errors import ConfigurationError

@@ -24,15 +24,10 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
 from lightning_ddp_ext.data.division import can_count_once
+from lightning_ddp_ext.data.inspection import each_of, index_sampler_of
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.position import global_order_of
-from lightning_ddp_ext.data.proxy import (
-    each_of,
-    index_sampler_of,
-    iterable_of,
-    own_copy,
-    read_instead,
-)
+from lightning_ddp_ext.data.proxy import iterable_of, own_copy, read_instead
 from lightning_ddp_ext.data.samplers import GlobalOrderSampler
 
 from ..private.compat import active_loop_of, mode_of, takes_iterator

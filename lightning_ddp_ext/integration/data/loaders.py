@@ -30,9 +30,10 @@ from typing import Any, get_args
 
 from lightning_ddp_ext.arguments import check_choice
 from lightning_ddp_ext.data.division import divide
+from lightning_ddp_ext.data.inspection import is_of_torch
 from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, Started, source_of
 from lightning_ddp_ext.data.position import Position, global_order_of, position_of
-from lightning_ddp_ext.data.proxy import is_of_torch, own_copy
+from lightning_ddp_ext.data.proxy import own_copy
 
 from ..checkpoints.collective import Checkpoints
 from ..private.compat import (

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_ext.checksum import checksum
-from lightning_ddp_ext.data.loader import DistributedLoader
-from lightning_ddp_ext.data.position import Position, global_order_of
-from lightning_ddp_ext.data.proxy import (
+from lightning_ddp_ext.data.inspection import (
     each_of,
     index_sampler_of,
-    iterable_of,
     length_or_inf,
     name_of,
 )
+from lightning_ddp_ext.data.loader import DistributedLoader
+from lightning_ddp_ext.data.position import Position, global_order_of
+from lightning_ddp_ext.data.proxy import iterable_of
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
