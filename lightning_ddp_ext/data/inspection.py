@@ -9,13 +9,11 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from inspect import getattr_static, signature
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
-
-T = TypeVar("T")
 
 _END = object()
 
@@ -23,7 +21,7 @@ _END = object()
 # How a loader reads.
 
 
-def each_of(iterator: Iterator[T]) -> Iterator[T]:
+def each_of(iterator: Iterator[Any]) -> Iterator[Any]:
     """Yield the items that are left in an iterator.
 
     A ``for`` loop over the iterator would call its ``__iter__``, which starts a loader
@@ -32,7 +30,6 @@ def each_of(iterator: Iterator[T]) -> Iterator[T]:
     >>> list(each_of(iter("abc")))
     ['a', 'b', 'c']
     """
-    item: Any
     while (item := next(iterator, _END)) is not _END:
         yield item
 
@@ -91,7 +88,10 @@ def samplers_below(root: Any) -> list[Any]:
 
 
 def _samplers_among(attributes: dict[str, Any]) -> list[Any]:
-    """Return samplers, by name; those of some classes are only recognised by their name."""
+    """Return the samplers, in the order of the names.
+
+    A user's class need not be a ``Sampler``, and is then recognised by torch's name.
+    """
     return [
         value
         for name, value in sorted(attributes.items())
@@ -173,7 +173,8 @@ def all_below(root: object) -> list[object]:
 
 
 _DATA = (Sampler, Dataset, DataLoader)
-_NEITHER = (torch.Tensor, np.ndarray, torch.nn.Module, str, bytes, bytearray, range, type)
+_SHORT = 32
+_NOT_FOLLOWED = (torch.Tensor, np.ndarray, torch.nn.Module, str, bytes, bytearray, range, type)
 
 
 def _is_followed(obj: object) -> bool:
@@ -193,24 +194,22 @@ def _is_followed(obj: object) -> bool:
     """
     if isinstance(obj, (*_DATA, list, tuple, dict)):
         return True
-    if isinstance(obj, _NEITHER):
+    if isinstance(obj, _NOT_FOLLOWED):
         return False
     is_collection = hasattr(type(obj), "__iter__") or hasattr(type(obj), "__getitem__")
     return is_collection or has_set_epoch(obj)
 
 
 def _elements(obj: object) -> Collection[object]:
-    """Return the elements of a list, tuple or dict; nothing for a dataset's list of samples.
+    """Return the elements of a list, tuple or dict, except of a list of samples.
 
-    A collection is such a list if it has more than 32 elements, and the first of them
-    does not need the epoch. A search of millions of samples would take long.
+    A dataset may keep millions of samples in a list, and a search of them would take
+    long. So the elements of a long collection are only searched if the first one is a
+    sampler, dataset or loader, or has ``set_epoch``.
     """
-    if isinstance(obj, dict):
-        elements: Collection[object] = obj.values()
-    elif isinstance(obj, (list, tuple)):
-        elements = obj
-    else:
+    if not isinstance(obj, (list, tuple, dict)):
         return ()
+    elements: Collection[object] = obj.values() if isinstance(obj, dict) else obj
     first = next(iter(elements), None)
-    is_searched = len(elements) <= 32 or isinstance(first, _DATA) or has_set_epoch(first)
+    is_searched = len(elements) <= _SHORT or isinstance(first, _DATA) or has_set_epoch(first)
     return elements if is_searched else ()

@@ -1,8 +1,12 @@
 """Wrap a loader so that its iterators start when the first batch is requested.
 
-Torch draws the seed of an iterator's workers when the iterator is created. So does the
-wrapper, although the iterator starts later: hooks and models draw the same random
-numbers as with a loader that is not wrapped.
+Two things follow for the workers of an iterator:
+
+- Torch draws their seed when the iterator is created. So does the wrapper, although the
+  iterator starts later, see :class:`WorkerSeed`. Hooks and models then draw the same
+  random numbers as with a loader that is not wrapped.
+- The epoch is only known when the iterator starts, and the workers get it then, see
+  :func:`prepare_workers`.
 """
 
 from __future__ import annotations
@@ -142,16 +146,18 @@ class DistributedLoader:
 
         Args:
             epoch: from 0.
-            is_set_by_lightning: whether Lightning has already set this epoch in the
-                samplers that it finds, which are then left alone.
+            is_set_by_lightning: whether Lightning has already set this epoch in the loader's
+                sampler and in that of its batch sampler, which are then left alone.
         """
         if epoch != self._epoch:
             self._epoch = epoch
             # Our sampler sets the epoch of those that it wraps.
-            are_set = samplers_below(global_order_of(self.loader))[1:]
+            already_set = samplers_below(global_order_of(self.loader))[1:]
             if is_set_by_lightning:
-                are_set += samplers_set_by_lightning(self.loader)
-            set_epoch(self.loader, epoch, except_for=are_set)
+                # It does so before an epoch's hooks, in which users may set another number.
+                owners = (self.loader, getattr(self.loader, "batch_sampler", None))
+                already_set += [getattr(owner, "sampler", None) for owner in owners]
+            set_epoch(self.loader, epoch, except_for=already_set)
 
     @contextmanager
     def workers_of(self, epoch: int, *, rank: int, seed: int | None) -> Iterator[None]:
@@ -164,16 +170,6 @@ class DistributedLoader:
             yield
 
 
-def samplers_set_by_lightning(loader: Any) -> list[Any]:
-    """Return the samplers in a loader that get the epoch from Lightning.
-
-    Lightning calls ``set_epoch`` on the loader's sampler and on that of its batch
-    sampler before the hooks of an epoch, in which users may set another number.
-    """
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    return [getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)]
-
-
 def source_of(loader: Any) -> Any:
     """Return the user's loader behind a shown one, or another loader unchanged."""
     distributed = iterable_of(loader)
@@ -183,9 +179,10 @@ def source_of(loader: Any) -> Any:
 class WorkerSeed:
     """The seed that torch draws for the workers of a loader's iterator.
 
-    Torch draws it when it creates its iterator, which is later than our iterator is
-    created. So the seed is drawn twice from the same state of the generator: by
-    :meth:`draw` when torch would draw it, and in :meth:`drawn_again` by torch itself.
+    Torch draws it when it creates its own iterator. The first batch may be requested much
+    later than a stock loader would have drawn it. So it is drawn twice from the same state
+    of the generator: :meth:`draw` draws it when our iterator is created, and torch draws it
+    in the block of :meth:`drawn_again`, where torch's iterator is created.
     """
 
     def __init__(self) -> None:
@@ -194,12 +191,12 @@ class WorkerSeed:
 
     def draw(self, loader: Any) -> None:
         """Draw from the loader's generator what torch draws for a new iterator."""
-        if not is_of_torch(loader, "__iter__"):
+        # Persistent workers keep the seed of the first iterator.
+        keeps_workers = self._state is not None and loader.persistent_workers
+        if keeps_workers or not is_of_torch(loader, "__iter__"):
             return
-        if loader.persistent_workers and self._state is not None:
-            return  # the workers keep the seed of the first iterator
         generator = loader.generator or torch.default_generator
-        # Torch draws on its default device, and the state below is one for the CPU.
+        # A seed that is drawn on another device is only drawn later, by torch.
         if generator.device.type == torch.get_default_device().type == "cpu":
             self._state = generator.get_state()
             torch.empty((), dtype=torch.int64).random_(generator=generator)

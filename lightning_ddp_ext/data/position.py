@@ -23,6 +23,7 @@ beside a longer one, and after a hook has changed the batch size.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,7 +41,7 @@ from lightning_ddp_ext.data.proxy import read_instead
 from lightning_ddp_ext.data.samplers import GlobalOrderSampler, RankOrderSampler
 
 
-class Position:
+class Position(ABC):
     """Base class: finds places in the epochs of a loader.
 
     Problems are returned as the rest of a sentence about the loader, with the remedy.
@@ -77,21 +78,21 @@ class Position:
 
     # What subclasses override.
 
+    @abstractmethod
     def _identity(self) -> dict[str, Any]:
         """Return the properties, by name, with which a place has the same meaning."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _after(self, batches: int) -> tuple[int | None, Any]:
         """Return the place after some batches of an iterator from ``start`` on.
 
         ``None`` if it is unknown. The second value is the loader's state there, if any.
         """
-        raise NotImplementedError
 
     def _restore(self, state: Any, checksum: int) -> str | None:
         """Prepare the next iterator to begin at ``start``; return the problem, if any.
 
-        Only called with a place that :meth:`_after` has returned.
+        It is not called if the place is unknown.
         """
         raise NotImplementedError
 

@@ -81,8 +81,8 @@ class Proxy:
     which is a user's object. Lightning and users can do with a proxy what they do with
     a loader:
 
-    - Read and set attributes. Both objects share one ``__dict__``, so the proxy keeps
-      what only it has in slots.
+    - Read and set attributes. Both objects share one ``__dict__``, so that a change of
+      one is a change of the other. What only the proxy has is kept in slots.
     - Iterate over it, and get its length. Both are those of the other iterable.
     - Create a loader by ``type(loader)(...)``. ``__new__`` returns one of the
       original's class.
@@ -96,7 +96,7 @@ class Proxy:
     _ddpx_class: type  # of the original
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Create an object of the original's class."""
+        """Create an object of the original's class; :func:`show` does not call this."""
         return cls._ddpx_class(*args, **kwargs)
 
     def __init_subclass__(cls) -> None:
@@ -132,13 +132,30 @@ def show(original: Any, iterable: Any) -> Any:
     """
     original = _without_proxy(original)
     proxy: Any = object.__new__(_proxy_class(type(original)))  # type: ignore[arg-type]
-    # An original without ``__dict__`` is put into one, where `epochs.all_below` finds it.
+    # An original without ``__dict__`` is put into one, where `inspection.all_below` finds it.
     attributes = getattr(original, "__dict__", {"_ddpx_original": original})
     # Users' classes may refuse to set attributes, as a DataLoader does.
     object.__setattr__(proxy, "_ddpx_original", original)
     object.__setattr__(proxy, "_ddpx_iterable", iterable)
     object.__setattr__(proxy, "__dict__", attributes)
     return proxy
+
+
+def read_instead(loader: DataLoader[Any], items: Iterable[Any]) -> None:
+    """Make one of our loaders read the indices in ``items``, and still show its own sampler.
+
+    ``items`` stays in all epochs, because torch's persistent workers keep the sampler of
+    the first iterator. It must return a new iterator each time, without side effects: for
+    one iterator of a loader with workers, torch creates two, and reads the second.
+    """
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    # A DataLoader refuses to change it.
+    object.__setattr__(loader, name, show(index_sampler_of(loader), items))
+
+
+def iterable_of(obj: object) -> Any:
+    """Return the ``iterable`` of a proxy; ``None`` for any other object."""
+    return obj._ddpx_iterable if isinstance(obj, Proxy) else None
 
 
 @cache
@@ -155,22 +172,5 @@ def _proxy_class(original: type) -> type:
         return type(original.__name__, (Proxy,), namespace)
 
 
-def iterable_of(obj: object) -> Any:
-    """Return the ``iterable`` of a proxy; ``None`` for any other object."""
-    return obj._ddpx_iterable if isinstance(obj, Proxy) else None
-
-
 def _without_proxy(obj: Any) -> Any:
     return obj._ddpx_original if isinstance(obj, Proxy) else obj
-
-
-def read_instead(loader: DataLoader[Any], items: Iterable[Any]) -> None:
-    """Make one of our loaders read the indices in ``items``, and still show its own sampler.
-
-    ``items`` stays in all epochs, because torch's persistent workers keep the sampler of
-    the first iterator. It must return a new iterator each time, without side effects: for
-    one iterator of a loader with workers, torch creates two, and reads the second.
-    """
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    # A DataLoader refuses to change it.
-    object.__setattr__(loader, name, show(index_sampler_of(loader), items))

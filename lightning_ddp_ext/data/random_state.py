@@ -30,11 +30,6 @@ class _Access:
     seed: Callable[[Any, int], object]
 
 
-def _state_of_numpy(generator: Any) -> list[Any]:
-    name, words, *others = generator.get_state()
-    return [name, words.tolist(), *others]  # an array is not a plain value
-
-
 def _restore_bits(generator: np.random.Generator, state: Any) -> None:
     generator.bit_generator.state = state
 
@@ -53,7 +48,10 @@ _ACCESS: dict[type, _Access] = {
         seed=lambda generator, seed: generator.seed(seed % 2**32),
     ),
     np.random.RandomState: _Access(
-        state=_state_of_numpy,
+        state=lambda generator: [  # an array is not a plain value
+            each.tolist() if isinstance(each, np.ndarray) else each
+            for each in generator.get_state()
+        ],
         restore=lambda generator, state: generator.set_state(state),
         seed=lambda generator, seed: generator.seed(seed % 2**32),
     ),
@@ -83,11 +81,11 @@ def generators_of(*owners: object) -> list[Any]:
 
     A generator is one of torch, NumPy or Python.
     """
-    values = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
-    # A `SystemRandom` has no state.
     generators = {
         id(value): value
-        for value in values
+        for owner in owners
+        for value in getattr(owner, "__dict__", {}).values()
+        # A `SystemRandom` has no state.
         if isinstance(value, tuple(_ACCESS)) and not isinstance(value, random.SystemRandom)
     }
     return list(generators.values())

@@ -234,7 +234,11 @@ def _check_ranks(num_replicas: int, rank: int) -> None:
     integer(rank, "rank", at_most=count - 1, remedy=remedy)
 
 
-DATASET_ORDER = Order(lambda positions: positions)
+def _unchanged(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    return positions
+
+
+DATASET_ORDER = Order(_unchanged)  # not a lambda, since a sampler may be pickled
 
 
 class ScalableDistributedSampler(GlobalOrderSampler):
@@ -430,10 +434,10 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
                 f" {len(drawn)}); correct {type(self.dataset).__name__}.__len__"
             )
 
-        def items_at(positions: NDArray[np.int64]) -> NDArray[Any]:
-            return drawn[positions[positions < len(drawn)]]
-
-        return Order(items_at, checksum_of(drawn.tolist()))
+        return Order(
+            lambda positions: drawn[positions[positions < len(drawn)]],
+            checksum_of(drawn.tolist()),
+        )
 
 
 class RankOrderSampler(DistributedBatchSamplerWrapper):
@@ -459,12 +463,11 @@ class RankOrderSampler(DistributedBatchSamplerWrapper):
 def checksum_of(indices: list[Any]) -> int:
     """Return the checksum of the items that a sampler has yielded."""
     try:
-        content = marshal.dumps(indices, _STABLE_FORMAT)
+        return zlib.crc32(marshal.dumps(indices, _STABLE_FORMAT))
     except ValueError:  # such as tensors, whose `repr` is slow
         values = values_of(indices)
         plain = [each.tolist() if isinstance(each, torch.Tensor) else each for each in values]
-        content = repr(plain).encode()
-    return zlib.crc32(content)
+        return zlib.crc32(repr(plain).encode())
 
 
 def copy_of_collection(item: Any) -> Any:

@@ -81,12 +81,11 @@ class SamplerEpochSeeding(pl.Callback):
 
         Users' own iterators of a loader, beside the loop's, do not change its epoch.
         """
-        loader = iterator.loader
         epoch = epoch_of(trainer)
         if is_read_by(active_loop_of(trainer), iterator):
-            loader.set_epoch(epoch, is_set_by_lightning=trainer.state.fn == "fit")
-        with loader.workers_of(epoch, rank=trainer.global_rank, seed=self.seed):
-            return Started(iter(loader.loader))
+            iterator.loader.set_epoch(epoch, is_set_by_lightning=trainer.state.fn == "fit")
+        with iterator.loader.workers_of(epoch, rank=trainer.global_rank, seed=self.seed):
+            return Started(iter(iterator.loader.loader))
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

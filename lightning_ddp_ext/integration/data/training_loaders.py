@@ -108,9 +108,8 @@ class UnevenInputs:
                 " estimated_stepping_batches in setup instead"
             )
         lengths = tuple(ranks_of(self._strategy).gather(length_or_inf(loader)))
-        if math.inf not in lengths:
-            return int(min(lengths))
-        if min(lengths) < math.inf:
+        shortest = min(lengths)
+        if shortest < math.inf and math.inf in lengths:
             refuse(
                 self._strategy,
                 SamplingError(
@@ -119,7 +118,7 @@ class UnevenInputs:
                     " means no length); define __len__ on every rank"
                 ),
             )
-        return None
+        return None if shortest == math.inf else int(shortest)
 
     def give_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Return an iterator that ends on all ranks together, if that is requested."""
