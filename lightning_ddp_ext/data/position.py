@@ -195,7 +195,7 @@ class SamplerPosition(Position):
         super().__init__(loader, world_size)
         self.sampler = sampler
         self._batches = batches
-        # When the epoch began. If a hook changes it, the places before that are unknown.
+        # When the epoch began. If a hook has changed it since then, the place is unknown.
         self._size_at_start = self._batch_size
 
     @property
@@ -227,9 +227,9 @@ class SamplerPosition(Position):
     def _draw_order(self) -> None:
         """Draw the order that the next iterator reads, unless that is done."""
         self.sampler.epoch = self.epoch  # a hook may have set another number
-        if self.sampler.drawn_order is None:
-            self.sampler.drawn_order = self.sampler.compute_order()
-            self.checksum = self.sampler.drawn_order.checksum
+        order = self.sampler.drawn_order or self.sampler.compute_order()
+        self.sampler.drawn_order = order
+        self.checksum = order.checksum
 
     @override
     def left(self, place: int) -> float:

@@ -433,7 +433,6 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
                 f"batch_sampler must yield at least its length of {length} items (got"
                 f" {len(drawn)}); correct {type(self.dataset).__name__}.__len__"
             )
-
         return Order(
             lambda positions: drawn[positions[positions < len(drawn)]],
             checksum_of(drawn.tolist()),
