@@ -30,12 +30,12 @@ class _Access:
     seed: Callable[[Any, int], object]
 
 
-def _restore_bits(generator: np.random.Generator, state: Any) -> None:
+def _set_bits(generator: np.random.Generator, state: Any) -> None:
     generator.bit_generator.state = state
 
 
-# The classes have no common interface; only this table distinguishes them. A seed is cut
-# to 32 bits for two of them, because a ``RandomState`` takes no longer one.
+# The classes have no common interface; only this table distinguishes them. Two of them
+# get 32 bits of a seed, because a ``RandomState`` takes no more.
 _ACCESS: dict[type, _Access] = {
     torch.Generator: _Access(
         state=lambda generator: generator.get_state(),
@@ -57,8 +57,9 @@ _ACCESS: dict[type, _Access] = {
     ),
     np.random.Generator: _Access(
         state=lambda generator: generator.bit_generator.state,
-        restore=_restore_bits,
-        seed=lambda generator, seed: _restore_bits(
+        restore=_set_bits,
+        # It has no method for this, so it gets the state of a new one of its class.
+        seed=lambda generator, seed: _set_bits(
             generator, type(generator.bit_generator)(seed).state
         ),
     ),
