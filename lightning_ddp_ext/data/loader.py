@@ -227,7 +227,7 @@ class UnsentGenerator(torch.Generator):
         return UnsentGenerator, ()
 
 
-def prepare_workers(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> None:
+def prepare_workers(loader: Any, epoch: int, *, rank: int, seed: int | None) -> None:
     """Make the workers of a loader's next iterator belong to an epoch.
 
     Call it before the loader is iterated over. Persistent workers would not see the new
