@@ -12,7 +12,7 @@ Two things follow for the workers of an iterator:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from lightning_ddp_ext.data.inspection import (
     set_epoch,
 )
 from lightning_ddp_ext.data.position import Position, global_order_of
-from lightning_ddp_ext.data.proxy import forget_workers, iterable_of, own_copy, show
+from lightning_ddp_ext.data.proxy import forget_workers, iterable_of, own_copy, read_instead, show
 from lightning_ddp_ext.data.random_state import seed_generators
 
 
@@ -95,7 +95,7 @@ class DistributedLoader:
     Attributes:
         source, start_iterator, on_iterator, is_divided: the arguments.
         loader: the loader to read: a copy of ``source`` if that is a ``DataLoader``
-            without a state. An evaluation may replace it by a copy with other batches.
+            without a state, or after :meth:`read_indices`.
         position: where an epoch of training data continues; ``None`` for other data.
 
     >>> loader = DistributedLoader([1, 2], lambda iterator: Started(iter(iterator.loader.loader)))
@@ -130,6 +130,14 @@ class DistributedLoader:
         The Trainer and its users get the proxy.
         """
         return show(self.loader, self)
+
+    def read_indices(self, items: Iterable[Any]) -> None:
+        """Read the indices in ``items`` from now on, in a copy of ``loader``.
+
+        Call it before :meth:`shown`. For ``items``, see ``proxy.read_instead``.
+        """
+        self.loader = own_copy(self.loader)
+        read_instead(self.loader, items)
 
     def __iter__(self) -> Iterator[Any]:
         self.on_iterator()

@@ -426,8 +426,7 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
         length = self.length
         with seeded(mix(self.seed, self.epoch), *samplers_below(self.dataset), keys=self._keys):
             # A batch sampler may reuse one list or array.
-            items = map(copy_of_collection, islice(self.dataset, length))
-            drawn = np.fromiter(items, dtype=object)
+            drawn = np.fromiter(map(copy_of_collection, islice(self.dataset, length)), object)
         if len(drawn) < length and self.num_replicas > 1:
             raise ConfigurationError(
                 f"batch_sampler must yield at least its length of {length} items (got"
