@@ -90,13 +90,8 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
             BatchNormError: all batches together have one value per channel, or another
                 rank is in a different layer.
         """
-        x = _dense(input.to(torch.promote_types(input.dtype, torch.float32)))
-        mean, var = _mean_and_var(x)
-        # Each rank may decide this alone, because the exchanged data have the same form.
-        if x.dtype == torch.float32 and (mean * mean > _LARGE_OFFSET**2 * (var + eps)).any():
-            x = x.double()
-            mean, var = _mean_and_var(x)
-        parts = context.gather("forward", [x.numel() / x.size(1)], mean, var)
+        x, mean_here, var_here = _measured(input, eps)
+        parts = context.gather("forward", [x.numel() / x.size(1)], mean_here, var_here)
         count, mean, var = merge(parts)
         if count == 1:
             raise BatchNormError(
@@ -105,16 +100,14 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
             )
         if running is not None and count > 1:  # it is 0 if all batches are empty
             running.add(mean, var * (count / (count - 1)))
-        mean_of_all = _as_tensor(mean, x.dtype)
-        var_of_all = _as_tensor(var, x.dtype)
+        batch = _NormalisedBatch(x, _as_tensor(mean, x.dtype), _as_tensor(var, x.dtype), eps)
         weight = None if weight is None else weight.to(x.dtype)
         bias = None if bias is None else bias.to(x.dtype)
-        ctx.save_for_backward(x, weight, mean_of_all, var_of_all)
+        ctx.save_for_backward(x, weight, batch.mean, batch.var)
         ctx.count = max(count, 1.0)
         ctx.eps = eps
         ctx.context = context
-        output = _normalise(x, weight, bias, mean_of_all, var_of_all, eps)
-        return output.to(input.dtype)
+        return batch.output(weight, bias).to(input.dtype)
 
     @staticmethod
     @once_differentiable
@@ -123,15 +116,14 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
         """Compute the gradients. Collective if the input needs a gradient."""
         x, weight, mean, var = ctx.saved_tensors  # activation checkpointing allows one read
         needs_input, needs_weight, needs_bias, *others = ctx.needs_input_grad
+        batch = _NormalisedBatch(x, mean, var, ctx.eps)
         dy = grad_outputs[0].to(x.dtype)
-        grad_weight, grad_bias = _parameter_gradients(dy, x, mean, var, ctx.eps)
+        grad_weight, grad_bias = batch.parameter_gradients(dy)
         grad_input = None
         if needs_input:
             sums_by_rank = ctx.context.gather("backward", grad_weight.numpy(), grad_bias.numpy())
             mean_of_dy_x_hat, mean_of_dy = (sums_by_rank.sum(0) / ctx.count).reshape(2, -1)
-            grad_input = _input_gradient(
-                dy, x, weight, mean, var, ctx.eps, mean_of_dy_x_hat, mean_of_dy
-            )
+            grad_input = batch.input_gradient(dy, weight, mean_of_dy_x_hat, mean_of_dy)
         return (
             grad_input,
             grad_weight if needs_weight else None,
@@ -143,7 +135,10 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
 class SyncBatchNormOnCUDA(TorchSyncBatchNorm):
     """Normalise a batch as ``SyncBatchNormOnCPU`` does, with torch's function.
 
-    This extends it to empty batches, and to any memory format and dtype.
+    This extends it to empty batches, and to any memory format and dtype. It relies on
+    three details of torch's function: ``forward`` takes a process group and its size
+    after the momentum, it saves the ranks' counts of values as the last tensor, and
+    ``backward`` returns the gradients of input, weight and bias first.
     """
 
     @staticmethod
@@ -204,6 +199,20 @@ class SyncBatchNormOnCUDA(TorchSyncBatchNorm):
         return (*gradients, None, None, None)
 
 
+def _measured(input: Tensor, eps: float) -> tuple[Tensor, Vector, Vector]:
+    """Return a batch on CPU, in a dtype and format for the kernels, with mean and variance.
+
+    A batch in float32 with a large mean is converted to float64. Each rank decides this
+    alone, because the exchanged data have the same form.
+    """
+    x = _dense(input.to(torch.promote_types(input.dtype, torch.float32)))
+    mean, var = _mean_and_var(x)
+    if x.dtype == torch.float32 and (mean * mean > _LARGE_OFFSET**2 * (var + eps)).any():
+        x = x.double()
+        mean, var = _mean_and_var(x)
+    return x, mean, var
+
+
 def _dense(input: Tensor) -> Tensor:
     """Return the batch contiguous or in channels-last format, for fast kernels."""
     memory_format = _CHANNELS_LAST.get(input.dim(), torch.contiguous_format)
@@ -228,45 +237,47 @@ def _as_tensor(vector: Vector, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(vector).to(dtype)
 
 
-def _normalise(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
-) -> Tensor:
-    """Return normalised ``x`` × ``weight`` + ``bias``."""
-    return torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
+class _NormalisedBatch(NamedTuple):
+    """A batch on CPU with its statistics, for torch's kernels for one process.
 
-
-def _parameter_gradients(
-    dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return the channel sums of ``dy`` × normalised ``x``, and those of ``dy``."""
-    if x.numel() == 0:  # the kernel would divide by zero
-        return torch.zeros_like(mean), torch.zeros_like(mean)
-    gradients = torch.ops.aten.native_batch_norm_backward(
-        dy, x, None, mean, var, None, None, False, eps, [False, True, True]
-    )
-    return gradients[1], gradients[2]
-
-
-def _input_gradient(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    eps: float,
-    mean_of_dy_x_hat: Vector,
-    mean_of_dy: Vector,
-) -> Tensor:
-    """Return the gradient of the input.
-
-    It is ``weight / sqrt(var + eps) * (dy - x_hat * mean(dy * x_hat) - mean(dy))``, where
-    ``x_hat`` is the normalised input, and the means are over all ranks' batches.
+    Attributes:
+        x: the batch (N, C, ...).
+        mean, var: the statistics of all ranks' batches (C), in the dtype of ``x``.
+        eps: added to ``var``.
     """
-    scale = 1 / np.sqrt(var.numpy() + eps)
-    if weight is not None:
-        scale = scale * weight.detach().numpy()
-    factor = _as_tensor(-scale * mean_of_dy_x_hat, x.dtype)
-    shift = _as_tensor(-scale * mean_of_dy, x.dtype)
-    gradient = _normalise(x, factor, shift, mean, var, eps)
-    scale_by_channel = _as_tensor(scale, x.dtype).view(-1, *[1] * (x.dim() - 2))
-    return gradient.addcmul_(dy, scale_by_channel)
+
+    x: Tensor
+    mean: Tensor
+    var: Tensor
+    eps: float
+
+    def output(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return normalised ``x`` × ``weight`` + ``bias``."""
+        return torch.native_batch_norm(
+            self.x, weight, bias, self.mean, self.var, False, 0.0, self.eps
+        )[0]
+
+    def parameter_gradients(self, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the channel sums of ``dy`` × normalised ``x``, and those of ``dy``."""
+        if self.x.numel() == 0:  # the kernel would divide by zero
+            return torch.zeros_like(self.mean), torch.zeros_like(self.mean)
+        gradients = torch.ops.aten.native_batch_norm_backward(
+            dy, self.x, None, self.mean, self.var, None, None, False, self.eps, [False, True, True]
+        )
+        return gradients[1], gradients[2]
+
+    def input_gradient(
+        self, dy: Tensor, weight: Tensor | None, mean_of_dy_x_hat: Vector, mean_of_dy: Vector
+    ) -> Tensor:
+        """Return the gradient of ``x``.
+
+        It is ``weight / sqrt(var + eps) * (dy - x_hat * mean(dy * x_hat) - mean(dy))``,
+        where ``x_hat`` is the normalised ``x``, and the means are over all ranks' batches.
+        """
+        scale = 1 / np.sqrt(self.var.numpy() + self.eps)
+        if weight is not None:
+            scale = scale * weight.detach().numpy()
+        factor = _as_tensor(-scale * mean_of_dy_x_hat, self.x.dtype)
+        shift = _as_tensor(-scale * mean_of_dy, self.x.dtype)
+        scale_by_channel = _as_tensor(scale, self.x.dtype).view(-1, *[1] * (self.x.dim() - 2))
+        return self.output(factor, shift).addcmul_(dy, scale_by_channel)

@@ -14,17 +14,16 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_ddp_ext.data.epochs import samplers_below
-from lightning_ddp_ext.data.permutation import Uneven
-from lightning_ddp_ext.data.proxy import (
+from lightning_ddp_ext.data.inspection import (
     index_sampler_of,
     length_or_inf,
-    own_copy,
+    samplers_below,
     yields_in_order,
 )
+from lightning_ddp_ext.data.permutation import Uneven
+from lightning_ddp_ext.data.proxy import own_copy
 from lightning_ddp_ext.data.samplers import (
     DistributedBatchSamplerWrapper,
-    GlobalOrderSampler,
     TorchOrderSampler,
 )
 
@@ -34,49 +33,56 @@ def divide(
 ) -> DataLoader[Any] | None:
     """Return a copy of a loader of which this rank reads its part.
 
-    ``None`` if the samplers below the loader divide the samples themselves, or have no
-    length.
+    ``None`` if none of our samplers fits: if the user's samplers divide the samples
+    themselves, or have no length, or if samples must but cannot count once.
 
     Args:
         loader: the user's loader, which iterates as torch's.
         options: the arguments ``num_replicas``, ``rank`` and ``seed`` of the sampler.
         shuffle: whether to shuffle, if the order is one that torch's samplers draw.
-        counts_once: whether each sample is to count once, as in an evaluation. Then the
-            result is ``None`` as well if this is not possible.
+        counts_once: whether each sample must count once, as in an evaluation.
     """
-    drawn = _drawn_by(loader)
+    drawn, is_batches = _drawn_by(loader)
     divides_itself = any(isinstance(each, DistributedSampler) for each in samplers_below(drawn))
     if divides_itself or length_or_inf(drawn) == math.inf:
         return None
-    is_batches = drawn is loader.batch_sampler
-    # Users' batches may have different sizes, and so would a step on each rank.
-    if counts_once and (is_batches or not can_count_once(loader)):
+    if is_batches:
+        if counts_once:  # a step would have batches of different sizes on the ranks
+            return None
+        uneven: Uneven = "drop" if getattr(drawn, "drop_last", False) else "pad"
+        batches = DistributedBatchSamplerWrapper(drawn, uneven=uneven, **options)
+        return _copy_with(loader, batch_sampler=batches)
+    if counts_once and not can_count_once(loader):
         return None
-    if not is_batches and _yields_each_once(drawn, loader.dataset):
-        return _with_sampler(loader, TorchOrderSampler(loader.dataset, shuffle=shuffle, **options))
-    uneven: Uneven = "drop" if is_batches and getattr(drawn, "drop_last", False) else "pad"
-    return _with_sampler(loader, DistributedBatchSamplerWrapper(drawn, uneven=uneven, **options))
+    sampler = (
+        TorchOrderSampler(loader.dataset, shuffle=shuffle, **options)
+        if _yields_each_once(drawn, loader.dataset)
+        else DistributedBatchSamplerWrapper(drawn, **options)
+    )
+    batch_sampler: Any = loader.batch_sampler
+    if batch_sampler is not None:  # it groups the samples as before
+        batch_sampler = BatchSampler(sampler, batch_sampler.batch_size, batch_sampler.drop_last)
+    return _copy_with(loader, sampler=sampler, batch_sampler=batch_sampler)
 
 
-def _drawn_by(loader: DataLoader[Any]) -> Any:
-    """Return the sampler whose items are divided among the ranks.
-
-    It is the user's batch sampler, except that torch's own only groups the items of the
-    sampler in it.
-    """
+def _drawn_by(loader: DataLoader[Any]) -> tuple[Any, bool]:
+    """Return the sampler whose items are divided, and whether these are batches."""
     batch_sampler: Any = loader.batch_sampler
     if loader.batch_size is not None or batch_sampler is None:
-        return loader.sampler
-    return batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler
+        return loader.sampler, False
+    if type(batch_sampler) is BatchSampler:  # torch's own only groups the items of another
+        return batch_sampler.sampler, False
+    return batch_sampler, True
 
 
 def can_count_once(loader: DataLoader[Any]) -> bool:
     """Whether the last samples of a loader can be read in a separate batch.
 
-    With ``drop_last=True`` the user wants whole batches only. A batch sampler of the
-    user's may yield other batches. A class with another ``__iter__`` may not yield one
-    batch for each of its batch sampler, and with ``in_order=False`` their order is
-    unknown.
+    They can unless
+
+    - a batch sampler of the user's forms other batches than torch's,
+    - with ``drop_last=True``, the user wants whole batches only,
+    - the loader's class, or ``in_order=False``, may yield the batches in another order.
     """
     index_sampler = index_sampler_of(loader)
     if isinstance(index_sampler, BatchSampler):
@@ -97,19 +103,8 @@ def _yields_each_once(sampler: Any, dataset: object) -> bool:
     return has_known_order and has_all and not getattr(sampler, "replacement", False)
 
 
-def _with_sampler(loader: DataLoader[Any], sampler: GlobalOrderSampler) -> DataLoader[Any]:
-    """Return a copy of a loader that reads one of our samplers.
-
-    The sampler yields batches if it divides those of the loader's batch sampler, and
-    otherwise samples, which are grouped as before.
-    """
+def _copy_with(loader: DataLoader[Any], **samplers: Any) -> DataLoader[Any]:
+    """Return a copy of a loader that reads these samplers."""
     copied: DataLoader[Any] = own_copy(loader)
-    old: Any = loader.batch_sampler
-    attributes = vars(copied)  # a DataLoader refuses to change them
-    if sampler.dataset is old:
-        attributes["batch_sampler"] = sampler
-        return copied
-    attributes["sampler"] = sampler
-    if old is not None:
-        attributes["batch_sampler"] = BatchSampler(sampler, old.batch_size, old.drop_last)
+    vars(copied).update(samplers)  # a DataLoader refuses to change them
     return copied

@@ -1,11 +1,10 @@
-"""Read, copy and show a loader of any class.
+"""Copy a loader, and show it with another iterator.
 
-An object is shown through a proxy, which has its class and attributes, but another
-iterator. A loader is shown while ours is iterated over; the user's own sampler is shown
-while a copy of the loader reads other indices.
+A loader is shown through a proxy, which has its class and attributes, but another
+iterator: Lightning and users get a proxy of the loader, which iterates over ours. A
+sampler is shown as well, while a copy of its loader reads other indices.
 
-The sections below are: reading loaders, and copies and proxies. A loader may be any
-iterable of the user's, so its type is ``Any``.
+Loaders and samplers may have any class of the user's, so their type is ``Any``.
 """
 
 from __future__ import annotations
@@ -15,150 +14,14 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from lightning_ddp_ext.data.epochs import forget_workers, samplers_below
+from lightning_ddp_ext.data.inspection import index_sampler_of
 
 T = TypeVar("T")
 
-_END = object()
 
-
-# Reading loaders.
-
-
-def each_of(iterator: Iterator[T]) -> Iterator[T]:
-    """Yield the items that are left in an iterator.
-
-    A ``for`` loop over the iterator would call its ``__iter__``, which starts a loader
-    anew if that is its own iterator.
-
-    >>> list(each_of(iter("abc")))
-    ['a', 'b', 'c']
-    """
-    item: Any
-    while (item := next(iterator, _END)) is not _END:
-        yield item
-
-
-def index_sampler_of(loader: Any) -> Any:
-    """Return the batch sampler or sampler that a loader reads, or ``None``."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return None
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-
-
-def is_of_torch(loader: object, *methods: str) -> bool:
-    """Whether these methods of a loader are those of torch's or torchdata's ``DataLoader``."""
-    if not isinstance(loader, DataLoader):
-        return False
-    modules = [getattr(type(loader), name).__module__ for name in methods]
-    return all(module.partition(".")[0] in ("torch", "torchdata") for module in modules)
-
-
-def yields_in_order(loader: Any) -> bool:
-    """Whether a loader yields a batch for each item of its index sampler, in their order."""
-    return is_of_torch(loader, "__iter__") and bool(
-        loader.num_workers == 0 or getattr(loader, "in_order", True)
-    )
-
-
-def is_stateful(loader: object) -> bool:
-    """Whether a loader has a state, as torchdata's ``StatefulDataLoader`` does."""
-    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def length_or_inf(loader: Any) -> float:
-    """Return the length of a loader, sampler or dataset; ``inf`` if it has none."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return float("inf")
-
-
-def name_of(loader: Any) -> str:
-    """Return a name for a loader in errors: its samplers' classes, or else its data's.
-
-    >>> name_of(DataLoader(range(4), shuffle=True)), name_of([1, 2])
-    ('BatchSampler over RandomSampler', 'list')
-    """
-    samplers = [type(sampler).__name__ for sampler in samplers_below(index_sampler_of(loader))]
-    return " over ".join(samplers) or type(getattr(loader, "dataset", loader)).__name__
-
-
-# Copies and proxies.
-
-
-class Proxy:
-    """Base class of the proxies that :func:`show` returns.
-
-    The class of a proxy inherits from this class and from the class of the original,
-    which is a user's object. Lightning and users can do with a proxy what they do with
-    a loader:
-
-    - Read and set attributes. Both objects share one ``__dict__``, so the proxy keeps
-      what only it has in slots.
-    - Iterate over it, and get its length. Both are those of the other iterable.
-    - Create a loader by ``type(loader)(...)``. ``__new__`` returns one of the
-      original's class.
-    - Copy or pickle it. The result is a copy of the original, because the other
-      iterable belongs to the training of this process.
-    """
-
-    __slots__ = ("_ddpx_iterable", "_ddpx_original")
-    _ddpx_original: Any
-    _ddpx_iterable: Any
-    _ddpx_class: type  # of the original
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Create an object of the original's class."""
-        return cls._ddpx_class(*args, **kwargs)
-
-    def __init_subclass__(cls) -> None:
-        """Skip the original class's hook, which expects only subclasses of users."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._ddpx_iterable)
-
-    def __len__(self) -> int:
-        return len(self._ddpx_iterable)
-
-    def __bool__(self) -> bool:
-        return True  # by default Python calls ``__len__``, which fails for streams
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return copy.copy, (self._ddpx_original,)
-
-
-def show(original: Any, iterable: Any) -> Any:
-    """Return a proxy of ``original`` whose iterator and length are those of ``iterable``.
-
-    The proxy is an instance of the original's class, and both have the same attributes.
-    If Python allows no such subclass, as with ``list``, the proxy only has the name of
-    the class. A proxy of a proxy shows the same original.
-
-    >>> class Loader:
-    ...     batch_size = 2
-    >>> original = Loader()
-    >>> shown = show(original, range(3))
-    >>> shown.batch_size = 4
-    >>> isinstance(shown, Loader), original.batch_size, list(shown), list(show([1], "ab"))
-    (True, 4, [0, 1, 2], ['a', 'b'])
-    """
-    original = _without_proxy(original)
-    proxy: Any = object.__new__(_proxy_class(type(original)))  # type: ignore[arg-type]
-    # An original without ``__dict__`` is put into one, where `epochs.all_below` finds it.
-    attributes = getattr(original, "__dict__", {"_ddpx_original": original})
-    # Users' classes may refuse to set attributes, as a DataLoader does.
-    object.__setattr__(proxy, "_ddpx_original", original)
-    object.__setattr__(proxy, "_ddpx_iterable", iterable)
-    object.__setattr__(proxy, "__dict__", attributes)
-    return proxy
-
-
-def iterable_of(obj: object) -> Any:
-    """Return the ``iterable`` of a proxy; ``None`` for any other object."""
-    return obj._ddpx_iterable if isinstance(obj, Proxy) else None
+# Copies.
 
 
 def copy_attributes(original: T) -> T:
@@ -198,8 +61,101 @@ def own_copy(loader: Any) -> Any:
     return copied
 
 
-def _without_proxy(obj: Any) -> Any:
-    return obj._ddpx_original if isinstance(obj, Proxy) else obj
+def forget_workers(loader: DataLoader[Any]) -> None:
+    """Make the next iterator start new workers.
+
+    Torch keeps the first iterator of persistent workers in this attribute, and has no
+    public way to drop it. A subclass of ``DataLoader`` may refuse to set attributes, so
+    its ``__setattr__`` is not called.
+    """
+    object.__setattr__(loader, "_iterator", None)
+
+
+# Proxies.
+
+
+class Proxy:
+    """Base class of the proxies that :func:`show` returns.
+
+    The class of a proxy inherits from this class and from the class of the original,
+    which is a user's object. Lightning and users can do with a proxy what they do with
+    a loader:
+
+    - Read and set attributes. Both objects share one ``__dict__``, so that a change of
+      one is a change of the other. What only the proxy has is kept in slots.
+    - Iterate over it, and get its length. Both are those of the other iterable.
+    - Create a loader by ``type(loader)(...)``. ``__new__`` returns one of the
+      original's class.
+    - Copy or pickle it. The result is a copy of the original, because the other
+      iterable belongs to the training of this process.
+    """
+
+    __slots__ = ("_ddpx_iterable", "_ddpx_original")
+    _ddpx_original: Any
+    _ddpx_iterable: Any
+    _ddpx_class: type  # of the original
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Create an object of the original's class; :func:`show` does not call this."""
+        return cls._ddpx_class(*args, **kwargs)
+
+    def __init_subclass__(cls) -> None:
+        """Skip the original class's hook, which expects only subclasses of users."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._ddpx_iterable)
+
+    def __len__(self) -> int:
+        return len(self._ddpx_iterable)
+
+    def __bool__(self) -> bool:
+        return True  # by default Python calls ``__len__``, which fails for streams
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return copy.copy, (self._ddpx_original,)
+
+
+def show(original: Any, iterable: Any) -> Any:
+    """Return a proxy of ``original`` whose iterator and length are those of ``iterable``.
+
+    The proxy is an instance of the original's class, and both have the same attributes.
+    If Python allows no such subclass, as with ``list``, the proxy only has the name of
+    the class. A proxy of a proxy shows the same original.
+
+    >>> class Loader:
+    ...     batch_size = 2
+    >>> original = Loader()
+    >>> shown = show(original, range(3))
+    >>> shown.batch_size = 4
+    >>> isinstance(shown, Loader), original.batch_size, list(shown), list(show([1], "ab"))
+    (True, 4, [0, 1, 2], ['a', 'b'])
+    """
+    original = _without_proxy(original)
+    proxy: Any = object.__new__(_proxy_class(type(original)))  # type: ignore[arg-type]
+    # An original without ``__dict__`` is put into one, where `inspection.all_below` finds it.
+    attributes = getattr(original, "__dict__", {"_ddpx_original": original})
+    # Users' classes may refuse to set attributes, as a DataLoader does.
+    object.__setattr__(proxy, "_ddpx_original", original)
+    object.__setattr__(proxy, "_ddpx_iterable", iterable)
+    object.__setattr__(proxy, "__dict__", attributes)
+    return proxy
+
+
+def read_instead(loader: DataLoader[Any], items: Iterable[Any]) -> None:
+    """Make one of our loaders read the indices in ``items``, and still show its own sampler.
+
+    ``items`` stays in all epochs, because torch's persistent workers keep the sampler of
+    the first iterator. It must return a new iterator each time, without side effects: for
+    one iterator of a loader with workers, torch creates two, and reads the second.
+    """
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    # A DataLoader refuses to change it.
+    object.__setattr__(loader, name, show(index_sampler_of(loader), items))
+
+
+def iterable_of(obj: object) -> Any:
+    """Return the ``iterable`` of a proxy; ``None`` for any other object."""
+    return obj._ddpx_iterable if isinstance(obj, Proxy) else None
 
 
 @cache
@@ -216,13 +172,5 @@ def _proxy_class(original: type) -> type:
         return type(original.__name__, (Proxy,), namespace)
 
 
-def read_instead(loader: DataLoader[Any], items: Iterable[Any]) -> None:
-    """Make one of our loaders read the indices in ``items``, and still show its own sampler.
-
-    ``items`` stays in all epochs, because torch's persistent workers keep the sampler of
-    the first iterator. It must return a new iterator each time, without side effects: for
-    one iterator of a loader with workers, torch creates two, and reads the second.
-    """
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    # A DataLoader refuses to change it.
-    object.__setattr__(loader, name, show(index_sampler_of(loader), items))
+def _without_proxy(obj: Any) -> Any:
+    return obj._ddpx_original if isinstance(obj, Proxy) else obj

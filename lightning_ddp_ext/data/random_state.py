@@ -5,17 +5,67 @@ from __future__ import annotations
 import hashlib
 import random
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+@dataclass(frozen=True)
+class _Access:
+    """How the generators of one class are read, restored and seeded.
+
+    Attributes:
+        state: returns a state; that of a global generator contains only tensors, numbers
+            and strings.
+        restore: sets such a state.
+        seed: seeds a generator with a 64-bit number.
+    """
+
+    state: Callable[[Any], Any]
+    restore: Callable[[Any, Any], object]
+    seed: Callable[[Any, int], object]
+
+
+def _set_bits(generator: np.random.Generator, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+# The classes have no common interface; only this table distinguishes them. Two of them
+# get 32 bits of a seed, because a ``RandomState`` takes no more.
+_ACCESS: dict[type, _Access] = {
+    torch.Generator: _Access(
+        state=lambda generator: generator.get_state(),
+        restore=lambda generator, state: generator.set_state(state.cpu()),
+        seed=lambda generator, seed: generator.manual_seed(seed),
+    ),
+    random.Random: _Access(
+        state=lambda generator: generator.getstate(),
+        restore=lambda generator, state: generator.setstate(state),
+        seed=lambda generator, seed: generator.seed(seed % 2**32),
+    ),
+    np.random.RandomState: _Access(
+        state=lambda generator: [  # an array is not a plain value
+            each.tolist() if isinstance(each, np.ndarray) else each
+            for each in generator.get_state()
+        ],
+        restore=lambda generator, state: generator.set_state(state),
+        seed=lambda generator, seed: generator.seed(seed % 2**32),
+    ),
+    np.random.Generator: _Access(
+        state=lambda generator: generator.bit_generator.state,
+        restore=_set_bits,
+        # It has no method for this, so it gets the state of a new one of its class.
+        seed=lambda generator, seed: _set_bits(
+            generator, type(generator.bit_generator)(seed).state
+        ),
+    ),
+}
 # The global generators of `torch`, `numpy.random` and `random`. The last two have no
-# public names, but functions of these modules are bound to them.
+# public names, but functions of these modules are their methods.
 GLOBAL_GENERATORS: tuple[Any, ...] = (
     torch.default_generator,
     np.random.get_state.__self__,  # type: ignore[attr-defined]
@@ -23,17 +73,21 @@ GLOBAL_GENERATORS: tuple[Any, ...] = (
 )
 
 
+def _access_to(generator: object) -> _Access:
+    return next(access for kind, access in _ACCESS.items() if isinstance(generator, kind))
+
+
 def generators_of(*owners: object) -> list[Any]:
     """Return the generators among the attributes of these objects, each once.
 
     A generator is one of torch, NumPy or Python.
     """
-    values = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
-    # A `SystemRandom` has no state.
     generators = {
         id(value): value
-        for value in values
-        if isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom)
+        for owner in owners
+        for value in getattr(owner, "__dict__", {}).values()
+        # A `SystemRandom` has no state.
+        if isinstance(value, tuple(_ACCESS)) and not isinstance(value, random.SystemRandom)
     }
     return list(generators.values())
 
@@ -55,7 +109,7 @@ def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
     >>> (torch.rand(()), np.random.rand(), random.random()) == drawn
     True
     """
-    return [_state_of(generator) for generator in (*GLOBAL_GENERATORS, *generators)]
+    return [_access_to(each).state(each) for each in (*GLOBAL_GENERATORS, *generators)]
 
 
 def restore_random_state(recorded: Sequence[Any], generators: Sequence[Any] = ()) -> None:
@@ -64,7 +118,7 @@ def restore_random_state(recorded: Sequence[Any], generators: Sequence[Any] = ()
     Generators beyond those that were recorded are left as they are.
     """
     for generator, state in zip((*GLOBAL_GENERATORS, *generators), recorded, strict=False):
-        _set_state(generator, state)
+        _access_to(generator).restore(generator, state)
 
 
 def keys_of(generators: Iterable[Any]) -> list[int]:
@@ -76,32 +130,9 @@ def keys_of(generators: Iterable[Any]) -> list[int]:
     return [
         each.initial_seed()
         if isinstance(each, torch.Generator)
-        else zlib.crc32(repr(_state_of(each)).encode())
+        else zlib.crc32(repr(_access_to(each).state(each)).encode())
         for each in generators
     ]
-
-
-def _state_of(generator: Any) -> Any:
-    """Return a state; that of a global generator as tensors, numbers and strings."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        state: Any = generator.get_state()
-        return [state[0], state[1].tolist(), *state[2:]]  # an array is not a plain value
-    return generator.bit_generator.state
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state.cpu())
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
 
 
 def mix(*words: int) -> int:
@@ -151,8 +182,8 @@ def seeded(seed: int, *owners: object, keys: Sequence[int] = ()) -> Iterator[Non
     """Give each generator its own seed within the block, and restore all afterwards.
 
     These are the global generators of Python, NumPy and torch (CPU), and those among
-    the owners' attributes. If ``keys`` are given, as by :func:`keys_of`, generators
-    that were seeded in the same way get the same seed.
+    the owners' attributes. If ``keys`` are given, one for each of them in this order, as
+    by :func:`keys_of`, processes with equal keys give the generators equal seeds.
 
     >>> with seeded(1):
     ...     first = random.random()
@@ -162,20 +193,11 @@ def seeded(seed: int, *owners: object, keys: Sequence[int] = ()) -> Iterator[Non
     """
     others = generators_of(*owners)
     states = record_random_state(others)
-    # Generators without a key differ only in their number.
-    pairs = zip_longest((*GLOBAL_GENERATORS, *others), keys, fillvalue=0)
-    for number, (generator, key) in enumerate(pairs):
-        _seed(generator, mix(seed, number, key))
+    for number, generator in enumerate((*GLOBAL_GENERATORS, *others)):
+        # Generators without a key differ only in their number.
+        key = keys[number] if number < len(keys) else 0
+        _access_to(generator).seed(generator, mix(seed, number, key))
     try:
         yield
     finally:
         restore_random_state(states, others)
-
-
-def _seed(generator: Any, seed: int) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
-    else:
-        generator.seed(seed % 2**32)

@@ -19,7 +19,7 @@ import marshal
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
 from lightning_ddp_ext.arguments import check_choice, integer, length_of
-from lightning_ddp_ext.data.epochs import has_set_epoch, samplers_below
+from lightning_ddp_ext.data.inspection import has_set_epoch, samplers_below
 from lightning_ddp_ext.data.permutation import Permutation, Shard, Uneven
 from lightning_ddp_ext.data.random_state import generators_of, keys_of, mix, seeded
 from lightning_ddp_ext.errors import ConfigurationError
@@ -45,15 +45,26 @@ BLOCK = 1 << 13
 
 _STABLE_FORMAT = 2  # of `marshal`; newer ones depend on which objects are identical
 
-Order = Callable[[NDArray[np.int64]], NDArray[Any]]  # from positions to their items
+
+class Order(NamedTuple):
+    """The global order of one epoch.
+
+    Attributes:
+        items_at: returns the items at these positions. The order of a sampler that yields
+            fewer items than its length has none at the last positions.
+        checksum: identifies the items of an order that was drawn; 0 if the length, seed and
+            epoch determine the order.
+    """
+
+    items_at: Callable[[NDArray[np.int64]], NDArray[Any]]
+    checksum: int = 0
 
 
 class GlobalOrderSampler(DistributedSampler[Any]):
     """Base class of our samplers, which split one global order among the ranks.
 
-    A subclass sets ``length`` and defines ``compute_order``, which sets ``fingerprint`` if
-    it draws an order. The class is a ``DistributedSampler`` because Lightning wraps any
-    other sampler in its own.
+    A subclass defines ``length`` and ``compute_order``. The class is a
+    ``DistributedSampler`` because Lightning wraps any other sampler in its own.
 
     Args:
         dataset: the dataset or the sampler whose items are split.
@@ -66,12 +77,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             which is the same on every rank; set by :meth:`resume_at`.
         drawn_order: the order that the next iterator reads, if the caller has set one;
             otherwise the iterator computes it.
-        fingerprint: the checksum of the latest order that was drawn; 0 if the length,
-            seed and epoch determine the order.
     """
-
-    length: int
-    """The number of positions in an epoch's global order."""
 
     def __init__(
         self,
@@ -94,15 +100,16 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self.epoch = 0
         self.position = 0
         self.drawn_order: Order | None = None
-        self.fingerprint = 0
 
     # What subclasses override.
 
-    def compute_order(self) -> Order:
-        """Return a function from global positions to their items in the current epoch.
+    @property
+    def length(self) -> int:
+        """The number of positions in an epoch's global order."""
+        raise NotImplementedError
 
-        Each call may draw another order.
-        """
+    def compute_order(self) -> Order:
+        """Return the order of the current epoch; each call may draw another one."""
         raise NotImplementedError
 
     def _set_wrapped_epoch(self) -> None:
@@ -155,7 +162,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self.position = 0
         self.drawn_order = None
         for begin in range(0, len(shard), BLOCK):
-            yield order(shard.positions(begin, begin + BLOCK)).tolist()
+            yield order.items_at(shard.positions(begin, begin + BLOCK)).tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order is read; a new epoch is read from its beginning.
@@ -227,6 +234,13 @@ def _check_ranks(num_replicas: int, rank: int) -> None:
     integer(rank, "rank", at_most=count - 1, remedy=remedy)
 
 
+def _unchanged(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    return positions
+
+
+DATASET_ORDER = Order(_unchanged)  # not a lambda, since a sampler may be pickled
+
+
 class ScalableDistributedSampler(GlobalOrderSampler):
     """A ``DistributedSampler`` that shuffles without a list of indices.
 
@@ -279,7 +293,7 @@ class ScalableDistributedSampler(GlobalOrderSampler):
         *,
         uneven: Uneven = "pad",
     ) -> None:
-        self.length = length_of(
+        self._length = length_of(
             dataset, "dataset", "an iterable dataset splits its data itself and takes no sampler"
         )
         super().__init__(
@@ -291,11 +305,16 @@ class ScalableDistributedSampler(GlobalOrderSampler):
             uneven="drop" if drop_last else uneven,
         )
 
+    @property
+    @override
+    def length(self) -> int:
+        return self._length
+
     @override
     def compute_order(self) -> Order:
         if not self.shuffle:
-            return in_order
-        return Permutation(self.length, mix(self.seed, self.epoch)).apply
+            return DATASET_ORDER
+        return Order(Permutation(self.length, mix(self.seed, self.epoch)).apply)
 
 
 class ExactDistributedSampler(ScalableDistributedSampler):
@@ -331,10 +350,10 @@ class TorchOrderSampler(ScalableDistributedSampler):
     @override
     def compute_order(self) -> Order:
         if not self.shuffle:
-            return in_order
+            return DATASET_ORDER
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order: NDArray[np.int64] = torch.randperm(self.length, generator=generator).numpy()
-        return order.__getitem__
+        return Order(order.__getitem__)
 
 
 class DistributedBatchSamplerWrapper(GlobalOrderSampler):
@@ -364,8 +383,6 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
     [[[0, 1], [4, 5]], [[2, 3], [0, 1]]]
     """
 
-    _keys: Sequence[int] = ()  # mixed into the seeds, see `random_state.keys_of`
-
     def __init__(
         self,
         batch_sampler: Any,
@@ -384,9 +401,12 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
             seed=seed,
             uneven=uneven,
         )
+        # For each generator that is seeded, a number that is mixed into its seed.
+        self._keys: Sequence[int] = ()
 
     @property
-    def length(self) -> int:  # type: ignore[override]
+    @override
+    def length(self) -> int:
         """The current length of the wrapped sampler."""
         return length_of(self.dataset, "batch_sampler", _LENGTH_REMEDY)
 
@@ -398,9 +418,7 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
 
     @override
     def compute_order(self) -> Order:
-        """Draw the items of all ranks, and return a function from positions to items.
-
-        Items beyond the length are left out.
+        """Draw the items of all ranks; those beyond the length are left out.
 
         Raises:
             ConfigurationError: fewer items are drawn than the length, on several ranks.
@@ -408,59 +426,46 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
         length = self.length
         with seeded(mix(self.seed, self.epoch), *samplers_below(self.dataset), keys=self._keys):
             # A batch sampler may reuse one list or array.
-            items = map(copy_of_collection, islice(self.dataset, length))
-            drawn = np.fromiter(items, dtype=object)
+            drawn = np.fromiter(map(copy_of_collection, islice(self.dataset, length)), object)
         if len(drawn) < length and self.num_replicas > 1:
             raise ConfigurationError(
                 f"batch_sampler must yield at least its length of {length} items (got"
                 f" {len(drawn)}); correct {type(self.dataset).__name__}.__len__"
             )
-        self.fingerprint = checksum_of(drawn.tolist())
-
-        def items_at(positions: NDArray[np.int64]) -> NDArray[Any]:
-            return drawn[positions[positions < len(drawn)]]
-
-        return items_at
+        return Order(
+            lambda positions: drawn[positions[positions < len(drawn)]],
+            checksum_of(drawn.tolist()),
+        )
 
 
 class RankOrderSampler(DistributedBatchSamplerWrapper):
     """Yields all items that any sampler draws on this rank.
 
-    The loader sets the epoch of the wrapped sampler.
+    The sampler may rely on how the rank has seeded its generators: some draw the same
+    order on all ranks and take a part of it, and others draw a different order on each
+    rank. So the seeds of a draw also follow from the **keys** of these generators, which
+    identify how they were seeded: equal keys give equal orders.
     """
 
     def __init__(self, sampler: Any) -> None:
         super().__init__(sampler, num_replicas=1, rank=0, uneven="exact")
-        self._own_keys = keys_of(generators_of(*samplers_below(sampler)))
+        # Taken now, because a draw changes the states of most generators.
+        self._keys_of_sampler = keys_of(generators_of(*samplers_below(sampler)))
 
     def set_order(self, seed: int, keys: Sequence[int]) -> None:
-        """Set the seed, and the keys of this rank's global generators.
-
-        Ranks with equal keys draw equal orders, because a user's sampler may take its
-        part of an order that all ranks draw.
-        """
+        """Set the seed, and the keys of this rank's global generators."""
         self.seed = seed
-        self._keys = [*keys, *self._own_keys]
-
-    @override
-    def _set_wrapped_epoch(self) -> None:
-        """Leave the epoch that the loader has set."""
-
-
-def in_order(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the positions unchanged, for the dataset's own order."""
-    return positions
+        self._keys = [*keys, *self._keys_of_sampler]
 
 
 def checksum_of(indices: list[Any]) -> int:
     """Return the checksum of the items that a sampler has yielded."""
     try:
-        content = marshal.dumps(indices, _STABLE_FORMAT)
+        return zlib.crc32(marshal.dumps(indices, _STABLE_FORMAT))
     except ValueError:  # such as tensors, whose `repr` is slow
         values = values_of(indices)
         plain = [each.tolist() if isinstance(each, torch.Tensor) else each for each in values]
-        content = repr(plain).encode()
-    return zlib.crc32(content)
+        return zlib.crc32(repr(plain).encode())
 
 
 def copy_of_collection(item: Any) -> Any:

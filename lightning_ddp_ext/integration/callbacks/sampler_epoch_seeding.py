@@ -76,18 +76,16 @@ class SamplerEpochSeeding(pl.Callback):
             source = as_lightning(source, shuffle, stage)
         return DistributedLoader(source, partial(self._start_iterator, trainer)).shown()
 
-    def _start_iterator(
-        self, trainer: pl.Trainer, loader: DistributedLoader, iterator: LazyIterator
-    ) -> Started:
+    def _start_iterator(self, trainer: pl.Trainer, iterator: LazyIterator) -> Started:
         """Read the loader, after passing the epoch to the objects inside.
 
         Users' own iterators of a loader, beside the loop's, do not change its epoch.
         """
         epoch = epoch_of(trainer)
         if is_read_by(active_loop_of(trainer), iterator):
-            loader.set_epoch(epoch, is_set_by_lightning=trainer.state.fn == "fit")
-        with loader.workers_of(epoch, rank=trainer.global_rank, seed=self.seed):
-            return Started(iter(loader.loader))
+            iterator.loader.set_epoch(epoch, is_set_by_lightning=trainer.state.fn == "fit")
+        with iterator.loader.workers_of(epoch, rank=trainer.global_rank, seed=self.seed):
+            return Started(iter(iterator.loader.loader))
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

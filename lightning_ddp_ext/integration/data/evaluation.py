@@ -24,15 +24,10 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
 from lightning_ddp_ext.data.division import can_count_once
+from lightning_ddp_ext.data.inspection import each_of, index_sampler_of
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.position import global_order_of
-from lightning_ddp_ext.data.proxy import (
-    each_of,
-    index_sampler_of,
-    iterable_of,
-    own_copy,
-    read_instead,
-)
+from lightning_ddp_ext.data.proxy import iterable_of
 from lightning_ddp_ext.data.samplers import GlobalOrderSampler
 
 from ..private.compat import active_loop_of, mode_of, takes_iterator
@@ -87,8 +82,7 @@ class Evaluation:
         own_samples = None if even is None else even.sampler.length
         samples_by_rank = ranks_of(self._strategy).gather(own_samples)
         if even is not None and len(set(samples_by_rank)) == 1:
-            loader.loader = own_copy(loader.loader)
-            read_instead(loader.loader, even)
+            loader.read_indices(even)
 
     def _even_batches(self, loader: DistributedLoader) -> EvenBatches | None:
         """Return even batches for a loader, or ``None`` to keep its own batches."""
@@ -189,7 +183,7 @@ class EvenBatches:
         order = self.sampler.compute_order()
         # The repeating ranks read one of the first items of the order last.
         shard = replace(self.sampler.shard(0), uneven="pad")
-        items = order(shard.positions(0, len(shard))).tolist()
+        items = order.items_at(shard.positions(0, len(shard))).tolist()
         if self._batch_size is None:
             yield from items
             return

@@ -30,9 +30,10 @@ from typing import Any, get_args
 
 from lightning_ddp_ext.arguments import check_choice
 from lightning_ddp_ext.data.division import divide
+from lightning_ddp_ext.data.inspection import is_of_torch
 from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, Started, source_of
 from lightning_ddp_ext.data.position import Position, global_order_of, position_of
-from lightning_ddp_ext.data.proxy import is_of_torch, own_copy
+from lightning_ddp_ext.data.proxy import own_copy
 
 from ..cooperation import CooperatingRanks
 from ..private.compat import (
@@ -119,8 +120,14 @@ class TrainerLoaders:
         divided = self._divide(as_lightning, source, shuffle, stage)
         is_divided = divided is not source
         if stage == RunningStage.TRAINING:
-            loader = DistributedLoader(divided, self.start, is_divided=is_divided)
-            self._prepare_training(loader)
+            self._combined_iterator = None  # refers to loaders that are not needed any longer
+            loader = DistributedLoader(
+                divided,
+                self.start,
+                is_divided=is_divided,
+                length=self.uneven.agree_on_length(divided),
+                position_in=self._position_in,
+            )
         else:
             loader = DistributedLoader(
                 divided, self.start, on_iterator=self._before_validation, is_divided=is_divided
@@ -159,13 +166,10 @@ class TrainerLoaders:
             iterates_as_torch and is_ours and needs_sampler(self._strategy.current_trainer, source)
         )
 
-    def _prepare_training(self, loader: DistributedLoader) -> None:
-        """Let the ranks agree on a training loader's length, and find positions in it."""
-        self._combined_iterator = None  # refers to loaders that are not needed any longer
-        self.uneven.agree_on_length(loader)
+    def _position_in(self, loader: Any) -> Position:
         # Batches that may be read, but are not done at a checkpoint.
         read_ahead = self._strategy.current_trainer.accumulate_grad_batches + 1 + AHEAD
-        loader.position = position_of(loader.loader, read_ahead, self._strategy.world_size)
+        return position_of(loader, read_ahead, self._strategy.world_size)
 
     def _before_validation(self) -> None:
         """Record the weights and the random state before any validation hook runs.
@@ -179,7 +183,7 @@ class TrainerLoaders:
 
     # Starting iterators.
 
-    def start(self, loader: DistributedLoader, iterator: LazyIterator) -> Started:
+    def start(self, iterator: LazyIterator) -> Started:
         """Start an iterator over a loader, because its first batch was requested.
 
         ====================  ============  =============================================
@@ -192,6 +196,7 @@ class TrainerLoaders:
         ====================  ============  =============================================
         """
         trainer = self._strategy.current_trainer
+        loader = iterator.loader
         position = loader.position
         loop = active_loop_of(trainer) if position is None else trainer.fit_loop
         if not is_read_by(loop, iterator):

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lightning_ddp_ext.data.proxy import name_of
+from lightning_ddp_ext.data.inspection import name_of
 from lightning_ddp_ext.data.random_state import GLOBAL_GENERATORS, keys_of, mix
 from lightning_ddp_ext.data.samplers import RankOrderSampler, TorchOrderSampler
 

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_ext.checksum import checksum
-from lightning_ddp_ext.data.loader import DistributedLoader
-from lightning_ddp_ext.data.position import Position, global_order_of
-from lightning_ddp_ext.data.proxy import (
+from lightning_ddp_ext.data.inspection import (
     each_of,
     index_sampler_of,
-    iterable_of,
     length_or_inf,
     name_of,
 )
+from lightning_ddp_ext.data.loader import DistributedLoader
+from lightning_ddp_ext.data.position import Position, global_order_of
+from lightning_ddp_ext.data.proxy import iterable_of
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
@@ -88,11 +88,11 @@ class UnevenInputs:
         """Whether the ranks end an epoch together, and not each one separately."""
         return self._mode is not None and self._strategy.world_size > 1
 
-    def agree_on_length(self, loader: DistributedLoader) -> None:
-        """Give a new training loader the length of the shortest rank, if ranks end together.
+    def agree_on_length(self, loader: Any) -> int | None:
+        """Return the length of a new training loader on the shortest rank, if ranks end together.
 
-        Collective in that case. A loader without a length on all ranks keeps none. The
-        first batch of a new loader is compared between the ranks.
+        Collective in that case. Otherwise, or if the loader has no length on any rank,
+        return ``None``. The first batch of a new loader is compared between the ranks.
 
         Raises:
             ConfigurationError: the ranks have not connected yet.
@@ -100,7 +100,7 @@ class UnevenInputs:
         """
         self._has_new_loaders = True
         if not self._ends_together:
-            return
+            return None
         if not dist.is_initialized():
             raise ConfigurationError(
                 f"uneven_inputs={self._mode!r} needs all ranks when the training data is loaded,"
@@ -108,17 +108,17 @@ class UnevenInputs:
                 " estimated_stepping_batches in setup instead"
             )
         lengths = tuple(ranks_of(self._strategy).gather(length_or_inf(loader)))
-        if math.inf not in lengths:
-            loader.length = min(lengths)
-        elif min(lengths) < math.inf:
+        shortest = min(lengths)
+        if shortest < math.inf and math.inf in lengths:
             refuse(
                 self._strategy,
                 SamplingError(
-                    f"training loader {type(loader.loader).__name__} must have a length on every"
+                    f"training loader {type(loader).__name__} must have a length on every"
                     f" rank or on none, or training would hang (lengths by rank: {lengths}; inf"
                     " means no length); define __len__ on every rank"
                 ),
             )
+        return None if shortest == math.inf else int(shortest)
 
     def give_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Return an iterator that ends on all ranks together, if that is requested."""
