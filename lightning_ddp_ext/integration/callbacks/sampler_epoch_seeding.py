@@ -11,7 +11,7 @@ from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, Start
 from lightning_ddp_ext.data.position import global_order_of
 from lightning_ddp_ext.data.random_state import seed_generators
 
-from ..data.training_loaders import epoch_of
+from ..data.orders import epoch_of
 from ..private.compat import active_loop_of, is_read_by
 from ..private.lightning_tree import RunningStage, pl
 from ..private.replaced_methods import Prepare, ReplacedMethods

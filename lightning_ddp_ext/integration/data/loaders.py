@@ -4,7 +4,7 @@ Lightning calls :meth:`TrainerLoaders.prepare` where it would put its own sample
 loader. The result appears to be the user's loader; it iterates a ``DistributedLoader``,
 whose iterators do nothing until their first batch is requested. Then:
 
-1. :meth:`TrainerLoaders.start` sets the epoch in the loader.
+1. The epoch is set in the loader.
 2. If the iterator is the first of a training epoch, ``Resume`` decides where the epoch
    begins, and the iterators of all training loaders start, so that all of them draw
    random numbers before any batch is read.
@@ -47,8 +47,9 @@ from ..private.replaced_methods import Prepare, ReplacedMethods
 from ..start.devices import RankDevicesStrategy
 from ..stopping.stops import StopController
 from .evaluation import Evaluation
+from .orders import training_loaders_of
 from .resume import Resume, ResumeData
-from .training_loaders import AHEAD, UnevenInputs, UnevenMode, training_loaders_of
+from .training_loaders import AHEAD, UnevenInputs, UnevenMode
 
 
 class TrainerLoaders:
@@ -101,31 +102,32 @@ class TrainerLoaders:
         self.resume.attach(trainer)
         self.evaluation.end()
         self.worker_seed = None
-        self._combined_iterator = None
         self._replaced.prepare_loaders(trainer, by=self.prepare)
 
     # Preparing loaders.
 
     def prepare(
-        self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage
+        self, as_lightning: Prepare, dataloader: Any, shuffle: bool, mode: RunningStage
     ) -> object:
         """Return the loader that the Trainer reads in place of the given one.
 
         Collective: every rank must call it.
         """
         source = source_of(dataloader)  # another Trainer or stage may have prepared it already
-        if stage == RunningStage.PREDICTING:
-            return as_lightning(source, shuffle, stage)
-        divided = self._divide(as_lightning, source, shuffle, stage)
-        is_divided = divided is not source
-        if stage == RunningStage.TRAINING:
-            loader = DistributedLoader(divided, self.start, is_divided=is_divided)
+        if mode == RunningStage.PREDICTING:
+            return as_lightning(source, shuffle, mode)
+        divided = self._divide(as_lightning, source, shuffle, mode)
+        if mode == RunningStage.TRAINING:
+            loader = DistributedLoader(divided, self._start, is_divided=divided is not source)
             self._prepare_training(loader)
         else:
             loader = DistributedLoader(
-                divided, self.start, on_iterator=self._before_validation, is_divided=is_divided
+                divided,
+                self._start,
+                on_iterator=self._before_validation,
+                is_divided=divided is not source,
             )
-            self.evaluation.prepare(loader, stage)
+            self.evaluation.prepare(loader, mode)
         return loader.shown()
 
     def _divide(
@@ -179,30 +181,24 @@ class TrainerLoaders:
 
     # Starting iterators.
 
-    def start(self, loader: DistributedLoader, iterator: LazyIterator) -> Started:
+    def _start(self, loader: DistributedLoader, iterator: LazyIterator) -> Started:
         """Start an iterator over a loader, because its first batch was requested.
 
-        ====================  ============  =============================================
-        Reader                Epoch         Batches
-        ====================  ============  =============================================
-        the fit loop          set           from the training position
-        an evaluation         set           all, and idle ranks are recorded
-        user code             left as it    all, of a copy, since a loop may be reading
-                              is            the loader itself
-        ====================  ============  =============================================
+        User code reads a copy of the loader, since a loop may be reading the loader itself,
+        and leaves its epoch. An evaluation reads all batches, and records idle ranks.
         """
         trainer = self._strategy.current_trainer
-        position = loader.position
-        loop = active_loop_of(trainer) if position is None else trainer.fit_loop
-        if not is_read_by(loop, iterator):
+        if not any(
+            is_read_by(each, iterator) for each in (trainer.fit_loop, active_loop_of(trainer))
+        ):
             with self._workers_of(loader):
                 return Started(iter(own_copy(loader.loader)))
         # Without a length, Lightning reads a resumed epoch's first batch before it sets the
         # epoch of samplers.
         is_set_by_lightning = not self.resume.awaits_train_start
         loader.set_epoch(self.resume.epoch, is_set_by_lightning=is_set_by_lightning)
-        if position is not None:
-            return self._start_training(loader, position, iterator)
+        if loader.position is not None:  # only in a training loader
+            return self._start_training(loader, loader.position, iterator)
         with self._workers_of(loader):
             return Started(self.evaluation.start(loader))
 
@@ -223,20 +219,20 @@ class TrainerLoaders:
         """
         fit_loop = self._strategy.current_trainer.fit_loop
         if combined_iterator_of(fit_loop) is self._combined_iterator:
-            return self._start_at(position, loader)
+            return self._read_from(position, loader)
         self._combined_iterator = combined_iterator_of(fit_loop)
         self.resume.before_iterators()
-        started = self._start_at(position, loader)
+        started = self._read_from(position, loader)
         for other in iterators_of(fit_loop):
             if other is not iterator:
-                other.start()
+                other.start()  # calls this method, for an epoch that has begun
         self.resume.after_iterators()
         started.before_next()
         return started
 
-    def _start_at(self, position: Position, loader: DistributedLoader) -> Started:
-        """Start to read a training loader at its position; the first one stops all ranks."""
-        if self.resume.restart.is_last:
+    def _read_from(self, position: Position, loader: DistributedLoader) -> Started:
+        """Read a training loader from its position; the first loader stops all ranks."""
+        if self.resume.point.is_last:
             return Started(iter(()))
         with self._workers_of(loader):
             batches = self.uneven.give_batches(position.iterate())
