@@ -34,6 +34,7 @@ from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, Start
 from lightning_ddp_ext.data.position import Position, global_order_of, position_of
 from lightning_ddp_ext.data.proxy import is_of_torch, own_copy
 
+from ..callbacks.sampler_epoch_seeding import worker_seed_of
 from ..checkpoints.collective import Checkpoints
 from ..private.compat import (
     active_loop_of,
@@ -66,7 +67,6 @@ class TrainerLoaders:
         uneven: handles ranks with different numbers of training batches.
         evaluation: counts each sample once.
         resume: saves where training continues, and continues there.
-        worker_seed: the seed of loader workers that ``SamplerEpochSeeding`` sets.
     """
 
     def __init__(
@@ -89,7 +89,6 @@ class TrainerLoaders:
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
         self.resume = Resume(strategy, checkpoints, stops, replaced, resume_data)
         self.uneven = UnevenInputs(strategy, uneven_inputs)
-        self.worker_seed: int | None = None
         # Lightning's iterator over all training loaders, in the epoch that was started last.
         # Lightning creates another one for each epoch, so this tells whether one begins.
         self._combined_iterator: Any = None
@@ -101,8 +100,7 @@ class TrainerLoaders:
         """
         self.resume.attach(trainer)
         self.evaluation.end()
-        self.worker_seed = None
-        self._replaced.prepare_loaders(trainer, by=self.prepare)
+        self._replaced.prepare_loaders(trainer, self.prepare)
 
     # Preparing loaders.
 
@@ -188,9 +186,8 @@ class TrainerLoaders:
         and leaves its epoch. An evaluation reads all batches, and records idle ranks.
         """
         trainer = self._strategy.current_trainer
-        if not any(
-            is_read_by(each, iterator) for each in (trainer.fit_loop, active_loop_of(trainer))
-        ):
+        loops = (trainer.fit_loop, active_loop_of(trainer))
+        if not any(is_read_by(loop, iterator) for loop in loops):
             with self._workers_of(loader):
                 return Started(iter(own_copy(loader.loader)))
         # Without a length, Lightning reads a resumed epoch's first batch before it sets the
@@ -205,7 +202,9 @@ class TrainerLoaders:
     def _workers_of(self, loader: DistributedLoader) -> AbstractContextManager[None]:
         """Give the epoch and seeds to the workers of an iterator created in the block."""
         return loader.workers_of(
-            self.resume.epoch, rank=self._strategy.global_rank, seed=self.worker_seed
+            self.resume.epoch,
+            rank=self._strategy.global_rank,
+            seed=worker_seed_of(self._strategy.current_trainer),
         )
 
     def _start_training(
