@@ -5,10 +5,10 @@ loader. The result appears to be the user's loader; it iterates a ``DistributedL
 whose iterators do nothing until their first batch is requested. Then:
 
 1. The epoch is set in the loader.
-2. If the iterator is the first of a training epoch, ``Resume`` decides where the epoch
-   begins, and the iterators of all training loaders start, so that all of them draw
-   random numbers before any batch is read.
-3. Before each further batch of the first loader, all ranks may stop.
+2. In training, the epoch's first iterator lets ``Resume`` decide where the epoch begins,
+   and starts the iterators of all training loaders, so that all of them draw random
+   numbers before any batch is read.
+3. Before each further batch of the first training loader, all ranks may stop.
 
 How the samples of a loader are divided among the ranks:
 
@@ -89,8 +89,8 @@ class TrainerLoaders:
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
         self.resume = Resume(strategy, checkpoints, stops, replaced, resume_data)
         self.uneven = UnevenInputs(strategy, uneven_inputs)
-        # Lightning's iterator over all training loaders, in the epoch that was started last.
-        # Lightning creates another one for each epoch, so this tells whether one begins.
+        # Lightning's iterator over all training loaders, in the epoch that began last. Since
+        # Lightning creates another one for each epoch, it identifies the epoch.
         self._combined_iterator: Any = None
 
     def attach(self, trainer: Any) -> None:
@@ -161,8 +161,8 @@ class TrainerLoaders:
 
     def _prepare_training(self, loader: DistributedLoader) -> None:
         """Let the ranks agree on a training loader's length, and find positions in it."""
-        self._combined_iterator = None  # refers to loaders that are not needed any longer
-        self.uneven.agree_on_length(loader)
+        self._combined_iterator = None  # it keeps earlier loaders, which are not needed
+        self.uneven.on_new_loader(loader)
         # Batches that may be read, but are not done at a checkpoint.
         read_ahead = self._strategy.current_trainer.accumulate_grad_batches + 1 + AHEAD
         loader.position = position_of(loader.loader, read_ahead, self._strategy.world_size)
@@ -182,8 +182,8 @@ class TrainerLoaders:
     def _start(self, loader: DistributedLoader, iterator: LazyIterator) -> Started:
         """Start an iterator over a loader, because its first batch was requested.
 
-        User code reads a copy of the loader, since a loop may be reading the loader itself,
-        and leaves its epoch. An evaluation reads all batches, and records idle ranks.
+        User code reads a copy of the loader, without setting its epoch, since a loop may be
+        reading the loader itself.
         """
         trainer = self._strategy.current_trainer
         loops = (trainer.fit_loop, active_loop_of(trainer))
@@ -194,7 +194,7 @@ class TrainerLoaders:
         # epoch of samplers.
         is_set_by_lightning = not self.resume.awaits_train_start
         loader.set_epoch(self.resume.epoch, is_set_by_lightning=is_set_by_lightning)
-        if loader.position is not None:  # only in a training loader
+        if loader.position is not None:  # `_prepare_training` has set it
             return self._start_training(loader, loader.position, iterator)
         with self._workers_of(loader):
             return Started(self.evaluation.start(loader))
@@ -230,7 +230,10 @@ class TrainerLoaders:
         return started
 
     def _read_from(self, position: Position, loader: DistributedLoader) -> Started:
-        """Read a training loader from its position; the first loader stops all ranks."""
+        """Read a training loader from its position.
+
+        All ranks may stop before each further batch of the first loader.
+        """
         if self.resume.point.is_last:
             return Started(iter(()))
         with self._workers_of(loader):

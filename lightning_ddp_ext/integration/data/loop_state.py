@@ -34,7 +34,7 @@ class ResumePoint:
     ``"epoch_start"``  with an epoch that starts again    0       True         False
     ``"batch_end"``    with the next batch, as if saved   > 0     False        False
                        in ``on_train_batch_end``
-    ``"validation"``   with a validation, from its        >= 0    False        either
+    ``"validation"``   with a validation, from its        > 0     False        either
                        beginning
     ``"epoch_end"``    with the end of the epoch; its     all     False        True
                        state is not changed
@@ -47,10 +47,10 @@ class ResumePoint:
         has_started: whether the epoch's start hooks were already called; they are called
             again.
         is_last: whether all batches of the epoch are done.
-        steps: how many to add to Lightning's number of optimiser steps, at "epoch_start"
-            and "batch_end". Lightning counts the step of a batch after the validation that
-            follows it. When training continues at "batch_end",
-            `_TrainingEpochLoop.reset` counts one.
+        steps: how many to add to Lightning's number of optimiser steps. Lightning counts a
+            step after the validation that follows it, so before the next epoch, 1 may be
+            missing. When training continues at "batch_end", `_TrainingEpochLoop.reset`
+            counts one, so this is -1 if that has been counted. It is 0 elsewhere.
     """
 
     at: Literal["epoch_start", "batch_end", "validation", "epoch_end"]
@@ -71,7 +71,7 @@ class ResumePoint:
         return self.at == "epoch_start" and not self.has_started
 
     def dropped_of(self, processed: int) -> int:
-        """Return how many of the processed batches of a saved epoch are trained on again."""
+        """Return how many batches, of those processed before the save, are trained on again."""
         return 0 if self.is_next_epoch else processed - self.done
 
 
@@ -154,7 +154,7 @@ def is_saved_at(
 ) -> bool:
     """Whether a state was saved at its resume point, and not later.
 
-    Only then does a random state that is saved with it belong to the point.
+    Only then does the random state at the save belong to the point.
     """
     batch = fit_loop["epoch_loop.batch_progress"]["current"]
     # A step that takes `dataloader_iter` requests its batch after it has begun.

@@ -25,11 +25,26 @@ not resumed       in :meth:`Resume.restore`, which reads the section, and change
                   not resumed
 ================  ==============================================================
 
-The iterators of the resumed epoch start in phase ``"restored"`` if a loader has no
-length, since Lightning then reads its first batch early, and otherwise in phase
-``"training"``. What comes first, their start or ``on_train_start``, lets all ranks decide
-together whether each of them can continue in the middle of the epoch; if not, all of
-them start it again. If the loaders are created again, the ranks decide again.
+The iterators of the resumed epoch start before ``on_train_start`` if a loader has no
+length, since Lightning then reads its first batch early; otherwise after it. Whichever is
+first lets all ranks decide together whether each of them can continue in the middle of
+the epoch; if not, all of them start it again. If the loaders are created again, the ranks
+decide again.
+
+Until ``end_restart``, Lightning's loops treat the epoch as restarted and leave out some
+of its steps. When that ends, and when the random state is restored a second time, since
+the iterators have drawn random numbers, depends on the resume point:
+
+=====================  =============================  ==========================
+Resume point           Restored again after           The restart ends in
+                       iterators that start later
+=====================  =============================  ==========================
+next epoch             no                             ``on_train_start``
+the same epoch again   yes                            ``on_train_start``
+``"batch_end"``        yes                            ``on_train_batch_start``
+``"validation"``       no                             ``on_validation_end``
+``"epoch_end"``        there are none                 Lightning itself
+=====================  =============================  ==========================
 """
 
 from __future__ import annotations
@@ -92,7 +107,7 @@ class ResumedEpoch:
             decision.
         rank: this rank's state.
         loops: the state of the fit loop, as it was saved.
-        phase: see the module's table.
+        phase: see the module's table of phases.
     """
 
     point: ResumePoint
@@ -106,7 +121,8 @@ class Resume:
 
     In a run, :meth:`attach` is called first, :meth:`restore` if a checkpoint is
     restored, and :meth:`save_to` for each checkpoint. :meth:`before_iterators` and
-    :meth:`after_iterators` are called around the start of an epoch's iterators.
+    :meth:`after_iterators` are called around the start of an epoch's iterators, which may
+    be before :meth:`on_train_start`.
 
     Args:
         strategy: our strategy.
@@ -152,7 +168,7 @@ class Resume:
 
     @property
     def point(self) -> ResumePoint:
-        """Where this run begins or began the current epoch."""
+        """Where this run begins or began the current epoch: at its start, or resumed."""
         if self._resumed is None:
             return ResumePoint("epoch_start", epoch_of(self._trainer))
         return self._resumed.point
@@ -225,13 +241,13 @@ class Resume:
     def _random_state_at(self, point: ResumePoint, loops: Mapping[str, Any]) -> list[Any] | None:
         """Return the random state with which training continues; ``None`` if it is unknown."""
         if point.at == "validation":
-            return self._before_validation
+            return self._before_validation  # the validation runs again
         if not is_saved_at(point, loops, stopped=self._stops.stopped):
             return None
         return record_random_state(device_generators(self._strategy))
 
     def before_validation(self) -> None:
-        """Record the random state, since an interrupted validation runs again.
+        """Record the random state for checkpoints that are saved during the validation.
 
         Further iterators of the same validation change nothing.
         """
@@ -273,14 +289,14 @@ class Resume:
         """
         report_step()  # names a rank that still waits in a call of the epoch before
         if self.epoch > self.point.epoch:
-            self._resumed = None
+            self._resumed = None  # the resumed epoch has ended
         if self._resumed is not None:
             self._decide(self._resumed)
         if not self.point.is_within:
             self.orders.start_epoch(self.epoch)
 
     def after_iterators(self) -> None:
-        """Restore a random state that was saved after the epoch's iterators had started.
+        """Gather the orders, and restore a random state that was saved after such a start.
 
         Collective.
         """
@@ -293,7 +309,8 @@ class Resume:
     def _decide(self, resumed: ResumedEpoch) -> None:
         """Decide whether to continue in the middle of the resumed epoch, or to start it again.
 
-        Collective, unless that was decided for these loaders.
+        Collective, unless the loaders are at this epoch already, as decided before. New
+        loaders are at none.
         """
         epoch = resumed.point.epoch
         if not resumed.point.is_within or positions_of(self._trainer)[0].epoch == epoch:

@@ -38,8 +38,16 @@ AHEAD = 2  # items that `end_together` draws ahead on each rank
 class UnevenInputs:
     """Compares the training data of a strategy's ranks, which may have unequally many batches.
 
-    With ``"stop_at_shortest"``, each iterator ends after the last batch that every rank
-    has. With ``None``, loaders of different lengths raise an error.
+    ======================  =========================  ================================
+    Mode                    Length of a new loader     End of an epoch
+    ======================  =========================  ================================
+    ``"stop_at_shortest"``  that of the shortest rank  after the last batch that every
+                                                       rank has
+    ``None``                its own; an error if some  where this rank's data end
+                            ranks would wait forever
+    ======================  =========================  ================================
+
+    A single rank ends as with ``None``.
 
     Args:
         strategy: our strategy.
@@ -49,24 +57,24 @@ class UnevenInputs:
     def __init__(self, strategy: RankDevicesStrategy, mode: UnevenMode | None) -> None:
         self._strategy = strategy
         self._mode = mode
-        self._has_new_loaders = False  # which the ranks have not compared yet
+        self._are_compared = True  # the loaders of all ranks, if there are any
 
     @property
     def _ends_together(self) -> bool:
         """Whether the ranks end an epoch together, and not each one separately."""
         return self._mode is not None and self._strategy.world_size > 1
 
-    def agree_on_length(self, loader: DistributedLoader) -> None:
-        """Give a new training loader the length of the shortest rank, if ranks end together.
+    def on_new_loader(self, loader: DistributedLoader) -> None:
+        """Give a training loader the length of the shortest rank, if the ranks end together.
 
         Collective in that case. A loader without a length on all ranks keeps none. The
-        first batch of a new loader is compared between the ranks.
+        ranks compare their new loaders later, when they have read the first batch.
 
         Raises:
             ConfigurationError: the ranks have not connected yet.
             SamplingError: on every rank: only some of the loaders have a length.
         """
-        self._has_new_loaders = True
+        self._are_compared = False
         if not self._ends_together:
             return
         if not dist.is_initialized():
@@ -105,16 +113,16 @@ class UnevenInputs:
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
 
     def on_train_batch_start(self, batch: Any) -> None:
-        """For new loaders, compare the ranks' samplers, numbers of batches and first batches.
+        """Compare the ranks' samplers, numbers of batches and first batches.
 
-        Collective in that case.
+        This is done, and collective, only in the first step after new loaders.
 
         Raises:
             SamplingError: on every rank: the ranks cannot train together on these data.
         """
-        if not self._has_new_loaders:
+        if self._are_compared:
             return
-        self._has_new_loaders = False
+        self._are_compared = True
         trainer = self._strategy.current_trainer
         loaders = [loader.loader for loader in training_loaders_of(trainer)]
         streams = [loader for loader in loaders if index_sampler_of(loader) is None]
