@@ -234,7 +234,7 @@ class TrainerLoaders:
 
         All ranks may stop before each further batch of the first loader.
         """
-        if self.resume.point.is_last:
+        if self.resume.start.is_last:
             return Started(iter(()))
         with self._workers_of(loader):
             batches = self.uneven.give_batches(position.iterate())

@@ -98,6 +98,22 @@ class RankState:
     loaders: list[dict[str, Any]]
 
 
+def state_of_rank(rank: int, saved: Sequence[Mapping[str, Any]]) -> RankState:
+    """Return a rank's state from the section of a checkpoint.
+
+    A rank that did not save uses the places of one that did, without random states and
+    states of loaders, which belong to that rank alone.
+
+    >>> place = {"identity": {}, "at": 8, "state": "of the loader on rank 0"}
+    >>> saved = [{"rank": 0, "random": ["of rank 0"], "loaders": [place]}]
+    >>> state_of_rank(1, saved)
+    RankState(rank=1, random=None, loaders=[{'identity': {}, 'at': 8, 'state': None}])
+    """
+    places = [{**place, "state": None} for place in saved[0]["loaders"]]
+    shared = RankState(rank, None, places)
+    return next((RankState(**state) for state in saved if state["rank"] == rank), shared)
+
+
 @dataclass
 class ResumedEpoch:
     """The epoch in which a run resumes.
@@ -167,8 +183,8 @@ class Resume:
         self._before_validation = None
 
     @property
-    def point(self) -> ResumePoint:
-        """Where this run begins or began the current epoch: at its start, or resumed."""
+    def start(self) -> ResumePoint:
+        """Where this run begins or began the current epoch: at a resume point, or as a whole."""
         if self._resumed is None:
             return ResumePoint("epoch_start", epoch_of(self._trainer))
         return self._resumed.point
@@ -184,7 +200,7 @@ class Resume:
 
         It is correct even before Lightning has restored its loops.
         """
-        return max(epoch_of(self._trainer), self.point.epoch)
+        return max(epoch_of(self._trainer), self.start.epoch)
 
     # Saving.
 
@@ -234,7 +250,7 @@ class Resume:
     def state_at(self, point: ResumePoint, random: list[Any] | None) -> RankState:
         """Return this rank's state in a checkpoint that continues at ``point``."""
         positions = positions_of(self._trainer) if point.is_within else []
-        done_before = self.point.done if self.point.is_within else 0  # in an earlier run
+        done_before = self.start.done if self.start.is_within else 0  # in an earlier run
         places = [position.state_after(point.done - done_before) for position in positions]
         return RankState(self._strategy.global_rank, random, places)
 
@@ -288,20 +304,20 @@ class Resume:
         Collective in the resumed epoch.
         """
         report_step()  # names a rank that still waits in a call of the epoch before
-        if self.epoch > self.point.epoch:
+        if self.epoch > self.start.epoch:
             self._resumed = None  # the resumed epoch has ended
         if self._resumed is not None:
             self._decide(self._resumed)
-        if not self.point.is_within:
+        if not self.start.is_within:
             self.orders.start_epoch(self.epoch)
 
     def after_iterators(self) -> None:
-        """Gather the orders, and restore a random state that was saved after such a start.
+        """Gather the orders, and restore a random state that was saved after such iterators.
 
         Collective.
         """
         self.orders.gather()
-        is_saved_after = self.point.at == "batch_end" or self.point.has_started
+        is_saved_after = self.start.at == "batch_end" or self.start.has_started
         # In phase "restored", `on_train_start` restores it.
         if self._resumed is not None and self._resumed.phase == "training" and is_saved_after:
             self._restore_random_state(self._resumed)
@@ -384,31 +400,15 @@ class Resume:
 
     def on_train_batch_start(self) -> None:
         """Let Lightning's loops continue as usual, once the first batch was read."""
-        if self.point.is_within:
-            # Otherwise the epoch's end would skip schedulers that monitor a metric.
+        if self.start.is_within:
+            # Otherwise Lightning would skip schedulers that monitor a metric at the epoch's end.
             end_restart(self._trainer.fit_loop)
 
     def on_validation_end(self) -> None:
         """Let the epoch end as usual, if the resume began with a validation."""
         self._before_validation = None
-        if self.point.at == "validation" and not self._trainer.sanity_checking:
+        if self.start.at == "validation" and not self._trainer.sanity_checking:
             end_restart(self._trainer.fit_loop)
-
-
-def state_of_rank(rank: int, saved: Sequence[Mapping[str, Any]]) -> RankState:
-    """Return a rank's state from the section of a checkpoint.
-
-    A rank that did not save uses the places of one that did, without random states and
-    states of loaders, which belong to that rank alone.
-
-    >>> place = {"identity": {}, "at": 8, "state": "of the loader on rank 0"}
-    >>> saved = [{"rank": 0, "random": ["of rank 0"], "loaders": [place]}]
-    >>> state_of_rank(1, saved)
-    RankState(rank=1, random=None, loaders=[{'identity': {}, 'at': 8, 'state': None}])
-    """
-    places = [{**place, "state": None} for place in saved[0]["loaders"]]
-    shared = RankState(rank, None, places)
-    return next((RankState(**state) for state in saved if state["rank"] == rank), shared)
 
 
 def device_generators(strategy: RankDevicesStrategy) -> list[Any]:
