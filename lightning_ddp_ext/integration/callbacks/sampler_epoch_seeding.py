@@ -1,10 +1,11 @@
 """A callback that calls ``set_epoch`` on all objects inside any strategy's loaders.
 
-``DDPExtStrategy`` does so itself, and only asks :func:`worker_seed_of`. With a stock
-strategy, the callback replaces, for one run, the method with which the Trainer prepares
-a loader. The loader is wrapped, and the wrapper calls
-:meth:`SamplerEpochSeeding._start_iterator` when the first batch of an iterator is
-requested.
+``DDPExtStrategy`` does so itself, and only reads the seed of workers from the callback.
+With a stock strategy, the callback takes these steps:
+
+1. ``setup`` makes the Trainer call ``_prepare`` for each loader, until the run ends.
+2. ``_prepare`` wraps the loader that Lightning prepares in a ``DistributedLoader``.
+3. That calls ``_start_iterator`` when the first batch of an iterator is requested.
 """
 
 from __future__ import annotations

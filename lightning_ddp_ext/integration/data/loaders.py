@@ -133,7 +133,7 @@ class TrainerLoaders:
     ) -> Any:
         """Return the loader that this rank reads, see the module's table.
 
-        Collective the first time.
+        Collective until the seed is determined.
         """
         seed = self.resume.orders.agree()
         if global_order_of(source) is not None:
