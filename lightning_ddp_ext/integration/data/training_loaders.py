@@ -15,12 +15,7 @@ from torch import Tensor
 from lightning_ddp_ext.checksum import checksum
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.position import global_order_of
-from lightning_ddp_ext.data.proxy import (
-    each_of,
-    index_sampler_of,
-    length_or_inf,
-    name_of,
-)
+from lightning_ddp_ext.data.proxy import each_of, index_sampler_of, length_or_inf, name_of
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
@@ -47,7 +42,8 @@ class UnevenInputs:
                             ranks would wait forever
     ======================  =========================  ================================
 
-    A single rank ends as with ``None``.
+    A single rank ends as with ``None``. The methods are called when a training loader is
+    prepared, when its iterator starts, and before each training step.
 
     Args:
         strategy: our strategy.
