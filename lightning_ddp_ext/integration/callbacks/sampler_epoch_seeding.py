@@ -1,8 +1,17 @@
-"""A callback that calls ``set_epoch`` on all objects inside any strategy's loaders."""
+"""A callback that calls ``set_epoch`` on all objects inside any strategy's loaders.
+
+``DDPExtStrategy`` does so itself, and only reads the seed of workers from the callback.
+With a stock strategy, the callback takes these steps:
+
+1. ``setup`` makes the Trainer call ``_prepare`` for each loader, until the run ends.
+2. ``_prepare`` wraps the loader that Lightning prepares in a ``DistributedLoader``.
+3. That calls ``_start_iterator`` when the first batch of an iterator is requested.
+"""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from typing_extensions import override
 
@@ -11,11 +20,11 @@ from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, Start
 from lightning_ddp_ext.data.position import global_order_of
 from lightning_ddp_ext.data.random_state import seed_generators
 
-from ..data.training_loaders import epoch_of
+from ..data.orders import epoch_of
 from ..private.compat import active_loop_of, is_read_by
 from ..private.lightning_tree import RunningStage, pl
 from ..private.replaced_methods import Prepare, ReplacedMethods
-from ..strategy import DDPExtStrategy
+from ..start.devices import RankDevicesStrategy
 
 
 class SamplerEpochSeeding(pl.Callback):
@@ -52,11 +61,10 @@ class SamplerEpochSeeding(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if isinstance(trainer.strategy, DDPExtStrategy):  # it wraps the loaders itself
-            trainer.strategy._data.worker_seed = self.seed
-        else:
-            self._replaced.undo_all()
-            self._replaced.prepare_loaders(trainer, by=partial(self._prepare, trainer))
+        if isinstance(trainer.strategy, RankDevicesStrategy):
+            return  # ours, which wraps the loaders itself
+        self._replaced.undo_all()
+        self._replaced.prepare_loaders(trainer, partial(self._prepare, trainer))
 
     def _prepare(
         self,
@@ -64,17 +72,21 @@ class SamplerEpochSeeding(pl.Callback):
         as_lightning: Prepare,
         dataloader: object,
         shuffle: bool,
-        stage: RunningStage,
+        mode: RunningStage,
     ) -> object:
-        """Return a stock strategy's loader, wrapped so that reading it starts an epoch.
+        """Return the loader that the Trainer reads: Lightning's, wrapped.
 
-        The other arguments are those of Lightning's method, which ``as_lightning`` calls.
+        Args:
+            trainer: the Trainer.
+            as_lightning: Lightning's own method.
+            dataloader, shuffle, mode: its arguments.
         """
-        source = source_of(dataloader)
+        source = source_of(dataloader)  # an earlier run may have wrapped it
         # Lightning overlooks our sampler in place of a batch sampler, and would add another.
         if global_order_of(source) is None:
-            source = as_lightning(source, shuffle, stage)
-        return DistributedLoader(source, partial(self._start_iterator, trainer)).shown()
+            source = as_lightning(source, shuffle, mode)
+        wrapped = DistributedLoader(source, partial(self._start_iterator, trainer))
+        return wrapped.shown()  # a proxy with the class and attributes of the loader
 
     def _start_iterator(self, trainer: pl.Trainer, iterator: LazyIterator) -> Started:
         """Read the loader, after passing the epoch to the objects inside.
@@ -101,3 +113,9 @@ class SamplerEpochSeeding(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         self._replaced.undo_all()
+
+
+def worker_seed_of(trainer: Any) -> int | None:
+    """Return the seed that the Trainer's last ``SamplerEpochSeeding`` gives to workers."""
+    seeds = [each.seed for each in trainer.callbacks if isinstance(each, SamplerEpochSeeding)]
+    return seeds[-1] if seeds else None

@@ -4,11 +4,11 @@ Lightning calls :meth:`TrainerLoaders.prepare` where it would put its own sample
 loader. The result appears to be the user's loader; it iterates a ``DistributedLoader``,
 whose iterators do nothing until their first batch is requested. Then:
 
-1. :meth:`TrainerLoaders.start` sets the epoch in the loader.
-2. If the iterator is the first of a training epoch, ``Resume`` decides where the epoch
-   begins, and the iterators of all training loaders start, so that all of them draw
-   random numbers before any batch is read.
-3. Before each further batch of the first loader, all ranks may stop.
+1. The epoch is set in the loader.
+2. In training, the epoch's first iterator lets ``Resume`` decide where the epoch begins,
+   and starts the iterators of all training loaders, so that all of them draw random
+   numbers before any batch is read.
+3. Before each further batch of the first training loader, all ranks may stop.
 
 How the samples of a loader are divided among the ranks:
 
@@ -35,6 +35,7 @@ from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, Start
 from lightning_ddp_ext.data.position import Position, global_order_of, position_of
 from lightning_ddp_ext.data.proxy import own_copy
 
+from ..callbacks.sampler_epoch_seeding import worker_seed_of
 from ..cooperation import CooperatingRanks
 from ..private.compat import (
     active_loop_of,
@@ -48,8 +49,9 @@ from ..private.replaced_methods import Prepare, ReplacedMethods
 from ..start.devices import RankDevicesStrategy
 from ..stopping.stops import StopController
 from .evaluation import Evaluation
+from .orders import training_loaders_of
 from .resume import Resume, ResumeData
-from .training_loaders import AHEAD, UnevenInputs, UnevenMode, training_loaders_of
+from .training_loaders import AHEAD, UnevenInputs, UnevenMode
 
 
 class TrainerLoaders:
@@ -57,7 +59,7 @@ class TrainerLoaders:
 
     Args:
         strategy: our strategy.
-        ranks: gathers the ranks' states.
+        checkpoints: gathers the ranks' states.
         stops: stops all ranks before a batch.
         replaced: restores what a run changes in Lightning.
         exact_evaluation, uneven_inputs, resume_data: see ``DDPExtStrategy``.
@@ -66,7 +68,6 @@ class TrainerLoaders:
         uneven: handles ranks with different numbers of training batches.
         evaluation: counts each sample once.
         resume: saves where training continues, and continues there.
-        worker_seed: the seed of loader workers that ``SamplerEpochSeeding`` sets.
     """
 
     def __init__(
@@ -89,9 +90,8 @@ class TrainerLoaders:
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
         self.resume = Resume(strategy, ranks, stops, replaced, resume_data)
         self.uneven = UnevenInputs(strategy, uneven_inputs)
-        self.worker_seed: int | None = None
-        # Lightning's iterator over all training loaders, in the epoch that was started last.
-        # Lightning creates another one for each epoch, so this tells whether one begins.
+        # Lightning's iterator over all training loaders, in the epoch that began last. Since
+        # Lightning creates another one for each epoch, it identifies the epoch.
         self._combined_iterator: Any = None
 
     def attach(self, trainer: Any) -> None:
@@ -101,38 +101,38 @@ class TrainerLoaders:
         """
         self.resume.attach(trainer)
         self.evaluation.end()
-        self.worker_seed = None
-        self._combined_iterator = None
-        self._replaced.prepare_loaders(trainer, by=self.prepare)
+        self._replaced.prepare_loaders(trainer, self.prepare)
 
     # Preparing loaders.
 
     def prepare(
-        self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage
+        self, as_lightning: Prepare, dataloader: Any, shuffle: bool, mode: RunningStage
     ) -> object:
         """Return the loader that the Trainer reads in place of the given one.
 
         Collective: every rank must call it.
         """
         source = source_of(dataloader)  # another Trainer or stage may have prepared it already
-        if stage == RunningStage.PREDICTING:
-            return as_lightning(source, shuffle, stage)
-        divided = self._divide(as_lightning, source, shuffle, stage)
-        is_divided = divided is not source
-        if stage == RunningStage.TRAINING:
-            self._combined_iterator = None  # refers to loaders that are not needed any longer
+        if mode == RunningStage.PREDICTING:
+            return as_lightning(source, shuffle, mode)
+        divided = self._divide(as_lightning, source, shuffle, mode)
+        if mode == RunningStage.TRAINING:
+            self._combined_iterator = None  # it keeps earlier loaders, which are not needed
             loader = DistributedLoader(
                 divided,
-                self.start,
-                is_divided=is_divided,
+                self._start,
+                is_divided=divided is not source,
                 length=self.uneven.agree_on_length(divided),
                 position_in=self._position_in,
             )
         else:
             loader = DistributedLoader(
-                divided, self.start, on_iterator=self._before_validation, is_divided=is_divided
+                divided,
+                self._start,
+                on_iterator=self._before_validation,
+                is_divided=divided is not source,
             )
-            self.evaluation.prepare(loader, stage)
+            self.evaluation.prepare(loader, mode)
         return loader.shown()
 
     def _divide(
@@ -140,7 +140,7 @@ class TrainerLoaders:
     ) -> Any:
         """Return the loader that this rank reads, see the module's table.
 
-        Collective the first time.
+        Collective until the seed is determined.
         """
         seed = self.resume.orders.agree()
         if global_order_of(source) is not None:
@@ -183,38 +183,33 @@ class TrainerLoaders:
 
     # Starting iterators.
 
-    def start(self, iterator: LazyIterator) -> Started:
+    def _start(self, iterator: LazyIterator) -> Started:
         """Start an iterator over a loader, because its first batch was requested.
 
-        ====================  ============  =============================================
-        Reader                Epoch         Batches
-        ====================  ============  =============================================
-        the fit loop          set           from the training position
-        an evaluation         set           all, and idle ranks are recorded
-        user code             left as it    all, of a copy, since a loop may be reading
-                              is            the loader itself
-        ====================  ============  =============================================
+        User code reads a copy of the loader, without setting its epoch, since a loop may be
+        reading the loader itself.
         """
         trainer = self._strategy.current_trainer
         loader = iterator.loader
-        position = loader.position
-        loop = active_loop_of(trainer) if position is None else trainer.fit_loop
-        if not is_read_by(loop, iterator):
+        loops = (trainer.fit_loop, active_loop_of(trainer))
+        if not any(is_read_by(loop, iterator) for loop in loops):
             with self._workers_of(loader):
                 return Started(iter(own_copy(loader.loader)))
         # Without a length, Lightning reads a resumed epoch's first batch before it sets the
         # epoch of samplers.
         is_set_by_lightning = not self.resume.awaits_train_start
         loader.set_epoch(self.resume.epoch, is_set_by_lightning=is_set_by_lightning)
-        if position is not None:
-            return self._start_training(loader, position, iterator)
+        if loader.position is not None:  # the data are for training
+            return self._start_training(loader, loader.position, iterator)
         with self._workers_of(loader):
             return Started(self.evaluation.start(loader))
 
     def _workers_of(self, loader: DistributedLoader) -> AbstractContextManager[None]:
         """Give the epoch and seeds to the workers of an iterator created in the block."""
         return loader.workers_of(
-            self.resume.epoch, rank=self._strategy.global_rank, seed=self.worker_seed
+            self.resume.epoch,
+            rank=self._strategy.global_rank,
+            seed=worker_seed_of(self._strategy.current_trainer),
         )
 
     def _start_training(
@@ -228,20 +223,23 @@ class TrainerLoaders:
         """
         fit_loop = self._strategy.current_trainer.fit_loop
         if combined_iterator_of(fit_loop) is self._combined_iterator:
-            return self._start_at(position, loader)
+            return self._read_from(position, loader)
         self._combined_iterator = combined_iterator_of(fit_loop)
         self.resume.before_iterators()
-        started = self._start_at(position, loader)
+        started = self._read_from(position, loader)
         for other in iterators_of(fit_loop):
             if other is not iterator:
-                other.start()
+                other.start()  # calls this method, for an epoch that has begun
         self.resume.after_iterators()
         started.before_next()
         return started
 
-    def _start_at(self, position: Position, loader: DistributedLoader) -> Started:
-        """Start to read a training loader at its position; the first one stops all ranks."""
-        if self.resume.restart.is_last:
+    def _read_from(self, position: Position, loader: DistributedLoader) -> Started:
+        """Read a training loader from its position.
+
+        All ranks may stop before each further batch of the first loader.
+        """
+        if self.resume.start.is_last:
             return Started(iter(()))
         with self._workers_of(loader):
             batches = self.uneven.give_batches(position.iterate())

@@ -3,16 +3,13 @@
 A checkpoint records the progress of each loop when it was saved: during a batch, after
 it, or between two epochs. Lightning does not continue correctly from all of these:
 accumulated gradients are lost, a batch that raised an exception may be lost, and a run
-that is resumed twice skips an epoch. So before Lightning reads the state, this module
-changes it, in the form of a dictionary, to one of four:
+that is resumed twice skips an epoch. So before Lightning reads the state, a dictionary,
 
-- "epoch_start": between two epochs; the next epoch begins, or the last one again.
-- "batch_end": as saved in ``on_train_batch_end``; training continues with the next
-  batch.
-- "validation": as saved before the first batch of a validation, which runs from its
-  beginning.
-- "epoch_end": unchanged; saved in a validation after an epoch's last batch, so only the
-  epoch's end remains.
+1. :func:`find_resume_point` finds the point where training can continue, and
+2. :func:`change_to` changes the state to that point.
+
+If an exception ended the run, :func:`stop_after_batch` first changes the state to that
+after the last finished batch.
 """
 
 from __future__ import annotations
@@ -27,20 +24,33 @@ Stopped = Literal["batch", "validation"]
 
 
 @dataclass(frozen=True)
-class Restart:
+class ResumePoint:
     """The point where training continues.
 
+    =================  =================================  ======  ===========  =========
+    ``at``             Lightning continues                done    has_started  is_last
+    =================  =================================  ======  ===========  =========
+    ``"epoch_start"``  with the next epoch                0       False        False
+    ``"epoch_start"``  with an epoch that starts again    0       True         False
+    ``"batch_end"``    with the next batch, as if saved   > 0     False        False
+                       in ``on_train_batch_end``
+    ``"validation"``   with a validation, from its        > 0     False        either
+                       beginning
+    ``"epoch_end"``    with the end of the epoch; its     all     False        True
+                       state is not changed
+    =================  =================================  ======  ===========  =========
+
     Args:
-        at: see the module's docstring.
+        at: see the table.
         epoch: the epoch that begins, continues or ends.
-        done: the number of batches in this epoch that are done; 0 at "epoch_start".
-        has_started: whether the epoch's start hooks were already called, at
-            "epoch_start" only; they are called again.
-        is_last: whether all batches of the epoch are done; always at "epoch_end", and
-            possible at "validation".
-        steps: how many to add to Lightning's number of optimiser steps. Lightning counts
-            the step of a batch after the validation that follows it. When training
-            continues at "batch_end", `_TrainingEpochLoop.reset` counts one.
+        done: the number of batches in this epoch that are not trained on again.
+        has_started: whether the epoch's start hooks were already called; they are called
+            again.
+        is_last: whether all batches of the epoch are done.
+        steps: how many to add to Lightning's number of optimiser steps. Lightning counts a
+            step after the validation that follows it, so before the next epoch, 1 may be
+            missing. When training continues at "batch_end", `_TrainingEpochLoop.reset`
+            counts one, so this is -1 if that has been counted. It is 0 elsewhere.
     """
 
     at: Literal["epoch_start", "batch_end", "validation", "epoch_end"]
@@ -55,35 +65,44 @@ class Restart:
         """Whether training continues in the middle of the epoch."""
         return self.at in ("batch_end", "validation") and not self.is_last
 
-    def from_epoch_start(self) -> Restart:
-        """Return a restart that repeats the epoch, which has started."""
-        return Restart("epoch_start", self.epoch, has_started=True)
+    @property
+    def is_next_epoch(self) -> bool:
+        """Whether training continues with an epoch that has not started."""
+        return self.at == "epoch_start" and not self.has_started
 
     def dropped_of(self, processed: int) -> int:
-        """Return how many of the epoch's processed batches are trained on again."""
-        return processed - self.done if self.at == "batch_end" or self.has_started else 0
+        """Return how many batches, of those processed before the save, are trained on again."""
+        return 0 if self.is_next_epoch else processed - self.done
 
 
-def find_restart(
+def epoch_again(epoch: int) -> ResumePoint:
+    """Return the point at which an epoch that has started starts again."""
+    return ResumePoint("epoch_start", epoch, has_started=True)
+
+
+def find_resume_point(
     fit_loop: Mapping[str, Any],
     *,
     accumulated: int,
     stopped: Stopped | None = None,
     has_ended: bool = False,
-) -> Restart:
+) -> ResumePoint:
     """Find the point where training continues from ``FitLoop.state_dict()``.
 
-    =============================================  =====================================
-    The state was saved                            Training continues
-    =============================================  =====================================
-    between two epochs                             with the next epoch
-    there, but ``max_steps`` had cut the epoch     after its last optimiser step
-    in ``on_train_batch_end`` of the last batch    with the next epoch
-    in a validation in which all ranks stopped     with that validation
-    there, with accumulated gradients              after the last optimiser step
-    in another validation, after the last batch    with the end of the epoch
-    elsewhere in an epoch                          after the last optimiser step
-    =============================================  =====================================
+    ===  =============================================  ================================
+    Row  The state was saved                            Training continues
+    ===  =============================================  ================================
+    1    between two epochs                             with the next epoch
+    2    there, but ``max_steps`` had cut the epoch     after its last optimiser step
+    3    in ``on_train_batch_end`` of the last batch    with the next epoch
+    4    in a validation in which all ranks stopped,    with that validation
+         after the last batch
+    5    in another validation, after the last batch    with the end of the epoch
+    6    in a validation in which all ranks stopped,    with that validation
+         within the epoch
+    7    there, with accumulated gradients              after the last optimiser step
+    8    elsewhere in an epoch                          after the last optimiser step
+    ===  =============================================  ================================
 
     Args:
         fit_loop: the state.
@@ -94,53 +113,70 @@ def find_restart(
             the last batch if it expected another one: with ``dataloader_iter``, and if
             a loader without a length ends before the others.
     """
-    epoch = fit_loop["epoch_progress"]["current"]
+    progress = fit_loop["epoch_progress"]["current"]
     batch = fit_loop["epoch_loop.batch_progress"]
+    epoch = progress["processed"]
     done = batch["current"]["processed"]
-    is_between_epochs = epoch["started"] == epoch["processed"]
-    all_batches_done = batch["is_last_batch"] and batch["current"]["ready"] == done
-    is_in_last_batch_end = all_batches_done and batch["current"]["completed"] < done
-    if is_between_epochs:
+    if progress["started"] == progress["processed"]:
         if batch["is_last_batch"] or has_ended or not done:
-            return Restart("epoch_start", epoch["processed"])
-        return _after_last_step(epoch["processed"] - 1, done, accumulated, is_counted=True)
-    if is_in_last_batch_end:
-        return Restart("epoch_start", epoch["processed"] + 1, steps=1)
-    if stopped == "validation" and (all_batches_done or done % accumulated == 0):
-        return Restart("validation", epoch["processed"], done, is_last=all_batches_done)
-    if all_batches_done:
-        return Restart("epoch_end", epoch["processed"], done, is_last=True)
-    is_counted = batch["current"]["ready"] > done or stopped == "batch"
-    return _after_last_step(epoch["processed"], done, accumulated, is_counted=is_counted)
+            return ResumePoint("epoch_start", epoch)  # row 1
+        return _after_last_step(epoch - 1, done, accumulated, is_counted=True)  # row 2
+    is_in_batch = batch["current"]["ready"] > done
+    if batch["is_last_batch"] and not is_in_batch:
+        if batch["current"]["completed"] < done:
+            return ResumePoint("epoch_start", epoch + 1, steps=1)  # row 3
+        if stopped == "validation":
+            return ResumePoint("validation", epoch, done, is_last=True)  # row 4
+        return ResumePoint("epoch_end", epoch, done, is_last=True)  # row 5
+    if stopped == "validation" and done % accumulated == 0:
+        return ResumePoint("validation", epoch, done)  # row 6
+    return _after_last_step(  # rows 7 and 8
+        epoch, done, accumulated, is_counted=is_in_batch or stopped == "batch"
+    )
 
 
-def _after_last_step(epoch: int, processed: int, accumulated: int, *, is_counted: bool) -> Restart:
-    """Return a restart after the last optimiser step.
+def _after_last_step(
+    epoch: int, processed: int, accumulated: int, *, is_counted: bool
+) -> ResumePoint:
+    """Return the point after the last optimiser step of an epoch.
 
     Checkpoints do not contain accumulated gradients. ``is_counted``: whether Lightning
     has counted the step of the last batch, if that completed one.
     """
     done = processed - processed % accumulated
     if not done:
-        return Restart("epoch_start", epoch, has_started=True)
-    return Restart("batch_end", epoch, done, steps=-int(is_counted or done < processed))
+        return epoch_again(epoch)
+    return ResumePoint("batch_end", epoch, done, steps=-int(is_counted or done < processed))
 
 
-def complete_batch(
-    fit_loop: dict[str, Any],
+def is_saved_at(
+    point: ResumePoint, fit_loop: Mapping[str, Any], *, stopped: Stopped | None
+) -> bool:
+    """Whether a state was saved at its resume point, and not later.
+
+    Only then does the random state at the save belong to the point.
+    """
+    batch = fit_loop["epoch_loop.batch_progress"]["current"]
+    # A step that takes `dataloader_iter` requests its batch after it has begun.
+    is_in_batch = batch["ready"] != batch["processed"] and stopped is None
+    return not is_in_batch and point.dropped_of(batch["processed"]) == 0
+
+
+def stop_after_batch(
+    fit_loop: Mapping[str, Any],
     *,
     accumulated: int,
     stepped: int,
     validates: bool,
     has_validated: bool,
-) -> Stopped | None:
-    """Change the state of interrupted loops in place, as if all ranks had stopped.
+) -> tuple[dict[str, Any], Stopped | None]:
+    """Return the state of interrupted loops as if all ranks had stopped together.
 
-    Return the argument ``stopped`` of :func:`find_restart`. It is ``None`` where ranks
-    never stop together.
+    Also return the argument ``stopped`` of :func:`find_resume_point`, which is ``None``
+    where ranks never stop together. The given state is not changed.
 
     =========================================  ================  =======================
-    the loops were interrupted                 return value      changes
+    The loops were interrupted                 ``stopped``       Changes
     =========================================  ================  =======================
     before the end of the epoch's first batch  ``None``          none
     within another batch                       ``None``          none
@@ -159,48 +195,47 @@ def complete_batch(
         validates: whether Lightning validates after the batch.
         has_validated: whether it has finished this validation.
     """
-    epoch = fit_loop["epoch_progress"]["current"]
-    batch = fit_loop["epoch_loop.batch_progress"]
-    loop = fit_loop["epoch_loop.state_dict"]
+    changed = copy.deepcopy(dict(fit_loop))
+    epoch = changed["epoch_progress"]["current"]
+    batch = changed["epoch_loop.batch_progress"]
     current = batch["current"]
     done = current["processed"]
     if current["ready"] > done or not done:
-        return None
-    # Lightning counts the step only after the validation.
-    loop["_batches_that_stepped"] = stepped
+        return changed, None
+    stopped: Stopped | None = "batch"
     if epoch["started"] > epoch["processed"]:
         # An exception in a hook after the batch leaves it incomplete.
         batch["total"]["completed"] += done - current["completed"]
         current["completed"] = done
         if validates and not has_validated:
-            return "validation"
-        if validates and batch["is_last_batch"]:
-            return None  # Lightning would skip this validation and then count the step itself
-    if batch["is_last_batch"] or done % accumulated == 0:
-        loop["_batches_that_stepped"] += 1
-    return "batch"
+            stopped = "validation"
+        elif validates and batch["is_last_batch"]:
+            stopped = None  # Lightning skips this validation, and then counts the step itself
+    # Lightning counts the step only after the validation.
+    is_counted = stopped == "batch" and (batch["is_last_batch"] or done % accumulated == 0)
+    changed["epoch_loop.state_dict"]["_batches_that_stepped"] = stepped + int(is_counted)
+    return changed, stopped
 
 
-def change_to(fit_loop: Mapping[str, Any], restart: Restart) -> dict[str, Any]:
-    """Return a copy of a fit loop's state that continues at the given restart."""
+def change_to(fit_loop: Mapping[str, Any], point: ResumePoint) -> dict[str, Any]:
+    """Return a copy of a fit loop's state that continues at the given point."""
     changed = copy.deepcopy(dict(fit_loop))
-    if restart.at == "epoch_end":
+    if point.at == "epoch_end":
         return changed
-    begun = restart.epoch if restart.at == "epoch_start" else restart.epoch + 1
+    begun = point.epoch if point.at == "epoch_start" else point.epoch + 1
     _set_counters(
-        changed["epoch_progress"], begun=begun, processed=restart.epoch, completed=restart.epoch
+        changed["epoch_progress"], begun=begun, processed=point.epoch, completed=point.epoch
     )
-    if restart.at == "validation":
+    if point.at == "validation":
         # Lightning then runs it from the beginning.
         _set_counters(changed["epoch_loop.val_loop.batch_progress"], begun=1)
         return changed
-    changed["epoch_loop.state_dict"]["_batches_that_stepped"] += restart.steps
+    changed["epoch_loop.state_dict"]["_batches_that_stepped"] += point.steps
     batch = changed["epoch_loop.batch_progress"]
-    if restart.at == "epoch_start" and not restart.has_started:
+    if point.is_next_epoch:
         batch["current"]["processed"] = 0  # all batches belong to earlier epochs
     # Lightning completes the last one, as in `on_train_batch_end`.
-    completed = max(0, restart.done - 1)
-    _set_counters(batch, begun=restart.done, processed=restart.done, completed=completed)
+    _set_counters(batch, begun=point.done, processed=point.done, completed=max(0, point.done - 1))
     batch["is_last_batch"] = False
     return changed
 

@@ -1,4 +1,4 @@
-"""Find the training loaders, compare those of all ranks, and end their epochs together."""
+"""Compare the training loaders of all ranks, and end their epochs together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,59 +19,35 @@ from lightning_ddp_ext.data.inspection import (
     length_or_inf,
     name_of,
 )
-from lightning_ddp_ext.data.loader import DistributedLoader
-from lightning_ddp_ext.data.position import Position, global_order_of
-from lightning_ddp_ext.data.proxy import iterable_of
+from lightning_ddp_ext.data.position import global_order_of
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 
-from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of, mode_of
+from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of
 from ..private.lightning_tree import rank_zero_warn
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import group_of_small_collectives, ranks_of, refuse
+from .orders import training_loaders_of
 
-T = TypeVar("T")
 UnevenMode = Literal["stop_at_shortest"]
 AHEAD = 2  # items that `end_together` draws ahead on each rank
-
-
-def epoch_of(trainer: Any) -> int:
-    """Return the current or next epoch.
-
-    With ``max_steps``, ``trainer.current_epoch`` lags behind.
-    """
-    return int(trainer.fit_loop.epoch_progress.current.processed)
-
-
-def training_loaders_of(trainer: Any) -> list[DistributedLoader]:
-    """Return the training loaders, in the order of the combined loader."""
-    combined = combined_loader_of(trainer.fit_loop)
-    return [] if combined is None else [iterable_of(loader) for loader in combined.flattened]
-
-
-def positions_of(trainer: Any) -> list[Position]:
-    """Return the positions in the training loaders, in the same order."""
-    return [loader.position for loader in training_loaders_of(trainer) if loader.position]
-
-
-def batches_of_epoch(trainer: Any) -> tuple[float, float]:
-    """Return how many batches a whole epoch has, and how many are left in the current one.
-
-    Both are those of the loader that determines when this rank's epoch ends, and ``inf``
-    if it has no length. In a resumed epoch, the batches before its start are not left.
-    """
-    lengths = [length_or_inf(loader.loader) for loader in training_loaders_of(trainer)]
-    whole = min(lengths) if mode_of(trainer.fit_loop) == "min_size" else max(lengths)
-    position = positions_of(trainer)[lengths.index(whole)]
-    return whole, position.left(position.start)
 
 
 class UnevenInputs:
     """Compares the training data of a strategy's ranks, which may have unequally many batches.
 
-    With ``"stop_at_shortest"``, each iterator ends after the last batch that every rank
-    has. With ``None``, loaders of different lengths raise an error.
+    ======================  =========================  ================================
+    Mode                    Length of a new loader     End of an epoch
+    ======================  =========================  ================================
+    ``"stop_at_shortest"``  that of the shortest rank  after the last batch that every
+                                                       rank has
+    ``None``                its own; an error if some  where this rank's data end
+                            ranks would wait forever
+    ======================  =========================  ================================
+
+    A single rank ends as with ``None``. The methods are called when a training loader is
+    prepared, when its iterator starts, and before each training step.
 
     Args:
         strategy: our strategy.
@@ -81,7 +57,7 @@ class UnevenInputs:
     def __init__(self, strategy: RankDevicesStrategy, mode: UnevenMode | None) -> None:
         self._strategy = strategy
         self._mode = mode
-        self._has_new_loaders = False  # which the ranks have not compared yet
+        self._are_compared = True  # the loaders of all ranks, if there are any
 
     @property
     def _ends_together(self) -> bool:
@@ -92,13 +68,14 @@ class UnevenInputs:
         """Return the length of a new training loader on the shortest rank, if ranks end together.
 
         Collective in that case. Otherwise, or if the loader has no length on any rank,
-        return ``None``. The first batch of a new loader is compared between the ranks.
+        return ``None``. The ranks compare their new loaders later, when they have read the
+        first batch.
 
         Raises:
             ConfigurationError: the ranks have not connected yet.
             SamplingError: on every rank: only some of the loaders have a length.
         """
-        self._has_new_loaders = True
+        self._are_compared = False
         if not self._ends_together:
             return None
         if not dist.is_initialized():
@@ -137,16 +114,16 @@ class UnevenInputs:
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
 
     def on_train_batch_start(self, batch: Any) -> None:
-        """For new loaders, compare the ranks' samplers, numbers of batches and first batches.
+        """Compare the ranks' samplers, numbers of batches and first batches.
 
-        Collective in that case.
+        This is done, and collective, only in the first step after new loaders.
 
         Raises:
             SamplingError: on every rank: the ranks cannot train together on these data.
         """
-        if not self._has_new_loaders:
+        if self._are_compared:
             return
-        self._has_new_loaders = False
+        self._are_compared = True
         trainer = self._strategy.current_trainer
         loaders = [loader.loader for loader in training_loaders_of(trainer)]
         streams = [loader for loader in loaders if index_sampler_of(loader) is None]
@@ -247,11 +224,11 @@ def _warn_of_same_batches(
 
 
 def end_together(
-    items: Iterator[T],
+    items: Iterator[Any],
     group: dist.ProcessGroup | None = None,
     *,
     on_last: Callable[[], object] = lambda: None,
-) -> Iterator[T]:
+) -> Iterator[Any]:
     """Yield the same number of items on all ranks: that of the shortest iterator.
 
     ``AHEAD`` items are drawn ahead. For each item, the ranks tell each other whether
@@ -276,18 +253,16 @@ def end_together(
     """
     left = each_of(items)  # ends only once
     ahead = deque(_Drawn(left, group) for _ in range(AHEAD))
-    has_next = ahead[0].is_on_all_ranks()
-    while has_next:
+    while ahead[0].is_on_all_ranks():
         current = ahead.popleft().item[0]
-        has_next = ahead[0].is_on_all_ranks()
-        if has_next:
+        if ahead[0].is_on_all_ranks():
             ahead.append(_Drawn(left, group))
         else:
             on_last()
         yield current
 
 
-class _Drawn(Generic[T]):
+class _Drawn:
     """The next item of an iterator, and whether all ranks have one.
 
     Creating it is collective, but does not wait.
@@ -296,7 +271,7 @@ class _Drawn(Generic[T]):
         item: a list with the item; empty after the iterator's end.
     """
 
-    def __init__(self, items: Iterator[T], group: dist.ProcessGroup | None) -> None:
+    def __init__(self, items: Iterator[Any], group: dist.ProcessGroup | None) -> None:
         self.item = list(islice(items, 1))
         self._is_on_all = torch.tensor(len(self.item))  # 0 or 1; reduced when the exchange ends
         self._exchange = dist.all_reduce(

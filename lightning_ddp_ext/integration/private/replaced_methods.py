@@ -9,26 +9,28 @@ registering signal handlers  Lightning's handlers make collective calls
 broadcasting SIGTERM         it is a collective call before each batch
 ===========================  ========================================================
 
-The strategy's ``teardown`` restores them. Classes and modules are not changed. A
-warning that is not true of a run can also be hidden during it.
+Classes and modules are not changed. A warning of Lightning's that is not true of a run
+can also be hidden. The strategy's ``teardown`` undoes both.
 
 A loader worker may get a pickled copy of a running Trainer, for example with the
-``collate_fn`` of a data module that refers to it. So everything here can be pickled, and
-the copy has Lightning's own methods.
+``collate_fn`` of a data module that refers to it. The copy has Lightning's own methods:
+a :class:`Replacement` is copied as the original, and :class:`ReplacedMethods` as one
+that has nothing to undo.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
 from .compat import private
 from .lightning_tree import RunningStage, refuse_missing
 
-# Adds a sampler to a loader; takes the loader, whether to shuffle, and the stage.
+# Lightning's method that adds a sampler to a loader if it needs one. It takes the loader,
+# whether to shuffle, and the stage, and returns the loader that the Trainer reads.
 Prepare = Callable[[Any, bool, RunningStage], Any]
 
 
@@ -57,21 +59,19 @@ def _original(owner: object, name: str) -> Any:
     return partial(getattr(type(owner), name), owner)
 
 
-def _restore_method(owner: object, name: str) -> None:
-    vars(owner).pop(name, None)
-
-
-def _show_warning(hiding_filter: Any) -> None:
-    with suppress(ValueError):  # the user has reset all filters
-        warnings.filters.remove(hiding_filter)  # type: ignore[attr-defined]
-
-
 class ReplacedMethods:
     """Methods that are replaced on single objects, and restored together."""
 
     def __init__(self) -> None:
-        # What undoes each change of the current run. Partials, since closures cannot be pickled.
-        self._undo: list[partial[None]] = []
+        self._undo = ExitStack()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, in which no method is replaced."""
+        return {"_undo": ExitStack()}
+
+    def undo_all(self) -> None:
+        """Restore the methods of all objects, and show hidden warnings again."""
+        self._undo.close()
 
     def replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         """Replace a method of one object.
@@ -81,39 +81,18 @@ class ReplacedMethods:
         """
         refuse_missing(type(owner), name)
         setattr(owner, name, Replacement(owner, name, method))
-        self._undo.append(partial(_restore_method, owner, name))
+        self._undo.callback(vars(owner).pop, name, None)
 
-    def undo_all(self) -> None:
-        """Restore the methods of all objects, and show hidden warnings again."""
-        while self._undo:
-            self._undo.pop()()
+    def _wrap(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        """Replace a method by one that gets the original, followed by its arguments."""
+        self.replace(owner, name, partial(method, _original(owner, name)))
 
-    def hide_warning(self, message: str) -> None:
-        """Hide the warnings that match a regular expression, until the run ends.
+    def prepare_loaders(self, trainer: Any, prepare: Callable[..., object]) -> None:
+        """Make Lightning call ``prepare`` for each loader, to add a sampler to it.
 
-        Unlike ``catch_warnings``, this does not undo other changes of the filters.
+        ``prepare`` gets Lightning's own method, see ``Prepare``, and its arguments.
         """
-        warnings.filterwarnings("ignore", message)
-        self._undo.append(partial(_show_warning, warnings.filters[0]))
-
-    def prepare_loaders(
-        self, trainer: Any, by: Callable[[Prepare, Any, bool, RunningStage], Any]
-    ) -> None:
-        """Make Lightning call ``by`` to add samplers to loaders.
-
-        ``by`` gets Lightning's own method. Lightning chooses the sampler in a private
-        method, without a hook.
-        """
-        connector = private(trainer, "_data_connector")
-        original = _original(connector, "_prepare_dataloader")
-
-        def as_lightning(loader: Any, shuffle: bool, stage: RunningStage) -> Any:
-            return original(loader, shuffle=shuffle, mode=stage)
-
-        def prepare(dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
-            return by(as_lightning, dataloader, shuffle, mode)
-
-        self.replace(connector, "_prepare_dataloader", prepare)
+        self._wrap(private(trainer, "_data_connector"), "_prepare_dataloader", prepare)
 
     def restore_checkpoint_by(self, trainer: Any, restore: Callable[..., None]) -> None:
         """Make Lightning call ``restore`` for model and callbacks.
@@ -121,8 +100,7 @@ class ReplacedMethods:
         ``restore`` gets Lightning's own method and its arguments.
         """
         connector = private(trainer, "_checkpoint_connector")
-        original = _original(connector, "_restore_modules_and_callbacks")
-        self.replace(connector, "_restore_modules_and_callbacks", partial(restore, original))
+        self._wrap(connector, "_restore_modules_and_callbacks", restore)
 
     def leave_signals_to_us(self, trainer: Any) -> None:
         """Leave signals to our own handlers.
@@ -141,3 +119,16 @@ class ReplacedMethods:
             self.replace(
                 trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda *args: None
             )
+
+    def hide_warning(self, message: str) -> None:
+        """Hide the warnings that match a regular expression.
+
+        Unlike ``catch_warnings``, this does not undo other changes of the filters.
+        """
+        warnings.filterwarnings("ignore", message)
+        self._undo.callback(_show_warning, warnings.filters[0])
+
+
+def _show_warning(hiding_filter: Any) -> None:
+    with suppress(ValueError):  # the user has reset all filters
+        warnings.filters.remove(hiding_filter)  # type: ignore[attr-defined]

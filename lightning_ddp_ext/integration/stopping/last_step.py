@@ -10,7 +10,6 @@ so. If that rank is killed meanwhile, another one takes over.
 
 from __future__ import annotations
 
-import copy
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,7 @@ from lightning_ddp_ext.rendezvous.process_context import current
 
 from ..checkpoints.background import BackgroundSaves
 from ..checkpoints.run_files import RunFiles
-from ..data.loop_state import Restart, complete_batch, find_restart
+from ..data.loop_state import ResumePoint, find_resume_point, stop_after_batch
 from ..data.resume import KEY, Resume
 from ..private.compat import (
     averages_models,
@@ -55,12 +54,12 @@ class _LastStep:
 
     Attributes:
         loops: the state of the fit loop at this point.
-        restart: where training continues.
+        point: where training continues.
         batches: the number of batches that were trained on until then, in all epochs.
     """
 
     loops: dict[str, Any]
-    restart: Restart
+    point: ResumePoint
     batches: int
 
 
@@ -208,8 +207,8 @@ class LastStepSaver:
     def _write(self, path: str, step: _LastStep) -> None:
         """Write the checkpoint in the foreground, after the saves in the background."""
         checkpoint = _checkpoint_of(step, self._strategy.current_trainer)
-        states = [self._resume.state_at(step.restart, None)]
-        checkpoint[KEY] = self._resume.make_section(step.restart, states)
+        states = [self._resume.state_at(step.point, None)]
+        checkpoint[KEY] = self._resume.make_section(step.point, states)
         self._background.finish_earlier()
         self._background.foreground_io.save_checkpoint(checkpoint, path)
 
@@ -217,10 +216,10 @@ class LastStepSaver:
 def _find_last_step(trainer: Any, exception: BaseException) -> _LastStep:
     """Find the point after the last finished step, without changing the Trainer.
 
-    A copy of the loops' state is completed, as if all ranks had stopped after the current
-    batch, and then gives the point where training continues, as in any checkpoint.
+    The loops' state is completed, as if all ranks had stopped after the current batch, and
+    then gives the point where training continues, as in any checkpoint.
     """
-    loops = copy.deepcopy(trainer.fit_loop.state_dict())
+    loops = trainer.fit_loop.state_dict()
     accumulated = trainer.accumulate_grad_batches
     batch = loops["epoch_loop.batch_progress"]
     done = batch["current"]["processed"]  # of the epoch's batches
@@ -228,22 +227,22 @@ def _find_last_step(trainer: Any, exception: BaseException) -> _LastStep:
     completes_step = batch["is_last_batch"] or done % accumulated == 0
     # Lightning counts a step after the hooks and the validation at the end of its batch.
     is_counted = completes_step and has_ended_batch and not is_in_batch_end(exception)
-    stopped = complete_batch(
+    loops, stopped = stop_after_batch(
         loops,
         accumulated=accumulated,
         stepped=batches_that_stepped_of(trainer.fit_loop.epoch_loop) - int(is_counted),
         validates=validates_next(trainer),
         has_validated=has_ended_batch and not trainer.validating,
     )
-    restart = find_restart(
+    point = find_resume_point(
         loops,
         accumulated=accumulated,
         stopped=stopped,
         has_ended=fetcher_of(trainer.fit_loop).done,
     )
     # Without the batches that have accumulated gradients since the last step.
-    batches = batch["total"]["processed"] - restart.dropped_of(done)
-    return _LastStep(loops, restart, batches)
+    batches = batch["total"]["processed"] - point.dropped_of(done)
+    return _LastStep(loops, point, batches)
 
 
 def _checkpoint_of(step: _LastStep, trainer: Any) -> dict[str, Any]:
