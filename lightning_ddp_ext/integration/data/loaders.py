@@ -59,7 +59,7 @@ class TrainerLoaders:
 
     Args:
         strategy: our strategy.
-        checkpoints: gathers the ranks' states.
+        ranks: gathers the ranks' states.
         stops: stops all ranks before a batch.
         replaced: restores what a run changes in Lightning.
         exact_evaluation, uneven_inputs, resume_data: see ``DDPExtStrategy``.
