@@ -136,6 +136,16 @@ class Peers:
         if self.cause is not None:
             raise self.cause.to_error()
 
+    def check_unhandled(self) -> None:
+        """Raise the error of the cause, unless the script has handled it.
+
+        It has if this rank has raised the error. The ranks can then connect again,
+        except after a death.
+        """
+        is_handled = self.has_raised and self.cause is not None and self.cause.kind != "died"
+        if not is_handled:
+            self.check()
+
     def wait(self, seconds: float) -> PeerEvent | None:
         """Wait up to ``seconds`` for a cause or a departure, and return it, if any."""
         self.wait_for(lambda: False, seconds)
@@ -163,19 +173,19 @@ class Peers:
         if self.rank in ranks:
             self.channel.deliver(topic, {**body, "from": self.rank})
 
-    def report(self, event: PeerEvent) -> PeerEvent:
+    def report(self, event: PeerEvent) -> None:
         """Report to all ranks, including this one, why they cannot continue.
 
-        Return the first such event, which all ranks use. The channel's thread cannot
-        wait for it, and gets ``event`` back on ranks other than 0.
+        Rank 0 decides which event is the cause. Other ranks wait for it, and use their
+        own event if rank 0 does not answer; the channel's thread does not wait, since it
+        has to receive the answer.
         """
         if self.rank != 0:
             self.channel.send("event", {"event": asdict(event)})
             if self.channel.is_current_thread:
-                return event  # this thread has to receive rank 0's answer
-            with self.arrived:
-                self.arrived.wait_for(lambda: self.cause, timeout=self.timeouts.first_cause)
-        return self._record(event)
+                return
+            self.channel.wait_for(lambda: self.cause is not None, self.timeouts.first_cause)
+        self._record_cause(event)
 
     def record_raised(self) -> None:
         """Record that the main thread is raising because of the cause.
@@ -197,28 +207,39 @@ class Peers:
         kind: Kind = "died" if body["reason"] else "left"
         self._record(event_of(kind, self.table[body["from"]], body["reason"]))
 
-    def _record(self, event: PeerEvent) -> PeerEvent:
-        """Record an event, and react to it if it is the cause; return the cause.
+    def _record(self, event: PeerEvent) -> None:
+        if event.kind == "left":
+            self._record_departure(event)
+        else:
+            self._record_cause(event)
 
-        All ranks get the first cause and the first departure.
-        """
+    def _record_departure(self, event: PeerEvent) -> None:
+        """Record the first departure; only a rank that waits reacts to it."""
         with self.arrived:
-            if event.kind == "left":
-                is_first = self._departed is None
-                self._departed = self._departed or event
-            else:
-                is_first = self.cause is None
-                self.cause = self.cause or event
+            if self._departed is not None:
+                return
+            self._departed = event
             self.arrived.notify_all()
-        if is_first and self.rank == 0:
+        self._pass_on(event)
+
+    def _record_cause(self, event: PeerEvent) -> None:
+        """Record the first cause, and unblock the main thread or exit."""
+        with self.arrived:
+            if self.cause is not None:
+                return
+            self.cause = event
+            self.arrived.notify_all()
+        self._pass_on(event)
+        self._exit_if_blocked(event)  # before the abort, which may block
+        if self.channel.is_current_thread:
+            self.channel.call(self._abort)  # after the event is sent: it may take seconds
+        else:
+            self._abort()
+
+    def _pass_on(self, event: PeerEvent) -> None:
+        """Send an event to the other ranks, which thus have the same one as rank 0."""
+        if self.rank == 0:
             self.channel.send("event", {"event": asdict(event)})
-        if is_first and event.kind != "left":
-            self._exit_if_blocked(event)  # first, since an abort may block
-            if self.channel.is_current_thread:
-                self.channel.call(self._abort)  # after the event is sent: it may take seconds
-            else:
-                self._abort()
-        return self.cause or event
 
     def _exit_if_blocked(self, event: PeerEvent) -> None:
         """Start to force the exit of a main thread that stays blocked in a run.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,8 @@ from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint
 from lightning_ddp_ext.rendezvous.network import network_identity
 from lightning_ddp_ext.world import World
+
+NO_LIMIT = timedelta(days=365)
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,23 @@ class Request:
     run: str = ""
     launch_failure: Callable[[], str | None] = lambda: None
     timeouts: Timeouts = field(default_factory=Timeouts)
+
+    def completed_from(self, connected: Request) -> Request:
+        """Return the request with the init method of ``connected`` if it has none."""
+        if self.is_explicit or not connected.is_explicit:
+            return self
+        return replace(
+            self,
+            init_method=connected.init_method,
+            make_endpoint=connected.make_endpoint,
+            is_explicit=True,
+        )
+
+    def without_limits(self) -> Request:
+        """Return the request with time limits too long to apply, for a debugged rank."""
+        heartbeat = 12 * 3600.0  # the kernel accepts at most 27 hours
+        timeouts = replace(self.timeouts, heartbeat=heartbeat, deadlock=NO_LIMIT.total_seconds())
+        return replace(self, timeout=NO_LIMIT, timeouts=timeouts)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from lightning_ddp_ext.supervision.session import start_session
 from lightning_ddp_ext.supervision.started_ranks import started_ranks
 from lightning_ddp_ext.world import OPEN_MPI, TORCHRUN, launcher_of, run_of
 
-from ..callbacks.rank_debugger import without_limits
 from ..private.compat import backend_of, timeout_of
 from ..private.lightning_tree import (
     ClusterEnvironment,
@@ -139,7 +138,7 @@ class Rendezvous:
         # Read before the ranks connect, which changes both.
         is_first = current() is None
         hook = sys.excepthook
-        session = start_session(without_limits(request) if is_debugged else request)
+        session = start_session(request.without_limits() if is_debugged else request)
         if session is None:  # other code opened the process group
             return
         install_excepthook(hook)

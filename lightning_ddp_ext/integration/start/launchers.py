@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from lightning_ddp_ext.rendezvous.process_context import leave
+from lightning_ddp_ext.rendezvous.request import NO_LIMIT
 from lightning_ddp_ext.supervision.failure import print_line, supervised
 from lightning_ddp_ext.supervision.launching_process import (
     LAUNCHER_PID,
@@ -36,7 +37,7 @@ from lightning_ddp_ext.supervision.started_ranks import (
     started_ranks,
 )
 
-from ..callbacks.rank_debugger import NO_LIMIT, rank_debugger_of
+from ..callbacks.rank_debugger import rank_debugger_of
 from ..checkpoints.run_files import RunFiles
 from ..private.lightning_tree import (
     ClusterEnvironment,
