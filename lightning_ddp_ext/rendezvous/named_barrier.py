@@ -109,8 +109,8 @@ class NamedBarriers:
         so both look for it.
         """
         others = self._received.get(self.made + 1, [])
-        earliest = min(others, key=lambda call: call.steps, default=None)
-        return earliest if earliest is not None and self._steps > earliest.steps else None
+        skipped = [call for call in others if call.steps < self._steps]
+        return min(skipped, key=lambda call: call.steps, default=None)
 
     def enter(
         self,

@@ -142,8 +142,7 @@ class Peers:
         It has if this rank has raised the error. The ranks can then connect again,
         except after a death.
         """
-        is_handled = self.has_raised and self.cause is not None and self.cause.kind != "died"
-        if not is_handled:
+        if not self.has_raised or (self.cause is not None and self.cause.kind == "died"):
             self.check()
 
     def wait(self, seconds: float) -> PeerEvent | None:

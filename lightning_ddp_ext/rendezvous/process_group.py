@@ -175,14 +175,14 @@ class ProcessGroups:
         return self.uses_nccl and self.request.device.type == "cuda" and self.request.has_one_device
 
     def _error_about(self, finding: str) -> RendezvousError:
-        backend = self.request.backend
-        remedy = f"look for messages of {backend} above"
+        remedy = f"look for messages of {self.request.backend} above"
         if self.uses_nccl:
             remedy += (
                 ", or pass nccl=NCCLOptions(debug='INFO') to see how NCCL connects the devices"
             )
         return RendezvousError(
-            f"the {backend} group of {self.request.world.world_size} ranks {finding}; {remedy}"
+            f"the {self.request.backend} group of {self.request.world.world_size} ranks {finding};"
+            f" {remedy}"
         )
 
     def form(self, key: object, backend: str | None) -> None:

@@ -101,8 +101,11 @@ class Request:
 
     def without_limits(self) -> Request:
         """Return the request with time limits too long to apply, for a debugged rank."""
-        heartbeat = 12 * 3600.0  # the kernel accepts at most 27 hours
-        timeouts = replace(self.timeouts, heartbeat=heartbeat, deadlock=NO_LIMIT.total_seconds())
+        timeouts = replace(
+            self.timeouts,
+            heartbeat=12 * 3600.0,  # the kernel accepts at most 27 hours
+            deadlock=NO_LIMIT.total_seconds(),
+        )
         return replace(self, timeout=NO_LIMIT, timeouts=timeouts)
 
 
