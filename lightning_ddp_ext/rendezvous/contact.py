@@ -103,9 +103,9 @@ def reach(host: str, address: Address, start_up: StartUp) -> Contact:
 
 
 class Stage(Enum):
-    """The stages of a contact, in order, each with the key of rank 0's reply."""
+    """The stages of a contact, in order, each with the key of the reply that begins it."""
 
-    UNANSWERED = ""  # the process may not be rank 0
+    UNANSWERED = ""  # without a reply; the process may not be rank 0
     ACCEPTED = "accepted"  # rank 0 has accepted this rank, and waits for others
     WELCOMED = "welcome"  # all ranks are connected
     REFUSED = "refused"  # rank 0 has refused the start, perhaps before it accepted this rank
@@ -152,8 +152,8 @@ class Contact:
     def await_acceptance(self, address: Address) -> None:
         """Wait until the process at an address has accepted this rank.
 
-        Rank 0 may be busy, so only a closed connection, the deadline or a changed address
-        ends this wait.
+        Rank 0 may be busy, so only a closed connection, the deadline or another address
+        at the endpoint ends this wait.
 
         Raises:
             OSError: it does not reply, or does not wait for this rank.
@@ -178,9 +178,8 @@ class Contact:
             RendezvousError: rank 0 refused the start, exited, or did not reply.
             RankDiedError: rank 0 died after all ranks had connected.
         """
-        deadline = self._start_up.deadline
-        if not self._wait_while(Stage.ACCEPTED, deadline.remaining):
-            self.channel.send("handshake", {"overdue": deadline.seconds})
+        if not self._wait_while(Stage.ACCEPTED, self._start_up.deadline.remaining):
+            self.channel.send("handshake", {"overdue": self._start_up.deadline.seconds})
             self._wait_while(Stage.ACCEPTED, self._start_up.request.timeouts.answer)
         if self.stage is not Stage.WELCOMED:
             self.raise_if_ended()

@@ -74,7 +74,7 @@ class NamedBarriers:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self.awaited: Call | None = None
-        # Compared with the received calls, so these change with the lock of messages.
+        # These two only change with the lock of messages, see `_skipped_call`.
         self.made = 0
         self._steps = 0  # the number of steps that this rank has started
         # The received calls, by number, until their barrier opens: rank 0 receives those
@@ -104,9 +104,9 @@ class NamedBarriers:
     def _skipped_call(self) -> Call | None:
         """Return a call that this rank skipped and another one waits in, if any.
 
-        It is this rank's next call by number, but this rank has started more steps than
-        another rank had before it. This can become true with a step or with a message,
-        so both look for it.
+        It has the number of this rank's next call, but fewer steps before it than this
+        rank has started. A step or a message can cause this, so both look for it, with
+        the lock of messages.
         """
         others = self._received.get(self.made + 1, [])
         skipped = [call for call in others if call.steps < self._steps]
@@ -165,8 +165,8 @@ class NamedBarriers:
         # Rank 0 may exit next, and must first have opened the barrier for the others.
         self._peers.channel.wait_until_sent()
 
-    # On the channel's thread, and for rank 0's own calls on the main thread; both with
-    # the lock of messages.
+    # Messages, with their lock: on the channel's thread, and for rank 0's own calls on the
+    # main thread.
 
     def _record_call(self, body: Message) -> None:
         """Record a call, and report it if this rank skipped it.
@@ -185,9 +185,8 @@ class NamedBarriers:
             self._report_skipped(missed)
 
     def _open_barrier(self, body: Message) -> None:
-        number = body["number"]
-        self._opened = max(self._opened, number)
-        self._received.pop(number, None)
+        self._opened = body["number"]  # these arrive in order
+        self._received.pop(self._opened, None)
 
     def _report_skipped(self, call: Call) -> None:
         self._peers.report(

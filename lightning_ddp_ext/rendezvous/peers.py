@@ -207,13 +207,14 @@ class Peers:
         self._record(event_of(kind, self.table[body["from"]], body["reason"]))
 
     def _record(self, event: PeerEvent) -> None:
+        """Record an event that a message reports; only the first of both sorts counts."""
         if event.kind == "left":
             self._record_departure(event)
         else:
             self._record_cause(event)
 
     def _record_departure(self, event: PeerEvent) -> None:
-        """Record the first departure; only a rank that waits reacts to it."""
+        """Record a departure; only a rank that waits reacts to it."""
         with self.arrived:
             if self._departed is not None:
                 return
@@ -222,7 +223,7 @@ class Peers:
         self._pass_on(event)
 
     def _record_cause(self, event: PeerEvent) -> None:
-        """Record the first cause, and unblock the main thread or exit."""
+        """Record a cause, and unblock the main thread or force the exit."""
         with self.arrived:
             if self.cause is not None:
                 return
@@ -231,12 +232,13 @@ class Peers:
         self._pass_on(event)
         self._exit_if_blocked(event)  # before the abort, which may block
         if self.channel.is_current_thread:
-            self.channel.call(self._abort)  # after the event is sent: it may take seconds
+            # It may take seconds, so the thread sends the event before it.
+            self.channel.call(self._abort)
         else:
             self._abort()
 
     def _pass_on(self, event: PeerEvent) -> None:
-        """Send an event to the other ranks, which thus have the same one as rank 0."""
+        """On rank 0, send an event to the other ranks, which then have the same one."""
         if self.rank == 0:
             self.channel.send("event", {"event": asdict(event)})
 

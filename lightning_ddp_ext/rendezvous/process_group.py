@@ -207,9 +207,9 @@ class ProcessGroups:
     def forming(self) -> Iterator[None]:
         """Record the sockets that the block opens, for :meth:`abort` in another thread.
 
-        The block must begin with a check for failures. They are recorded before
-        ``abort`` is called, so this needs no lock: either the check finds a failure, or
-        ``abort`` finds the state and the sockets that are set here.
+        The block must begin with a check for failures. A failure is recorded before
+        ``abort`` is called, so this needs no lock: either the check finds it, or
+        ``abort`` finds what is set here.
         """
         self._is_forming = True
         try:

@@ -2,19 +2,19 @@
 
 A process that starts ranks chooses how they find rank 0, and passes it on in variables:
 
-==========================  =====================  =====================================
-init method                 variables for ranks    rank 0
-==========================  =====================  =====================================
-``file://``                 none                   writes its address to the file
-``tcp://``                  ``MASTER_ADDR``, …     listens at the address
-none or ``env://``
-- ranks on one node         ``DDPX_PRIVATE_FILE``  writes its address to this file
-- several nodes             ``MASTER_ADDR``, …     listens at the address
-- other launchers           their own              listens at the address
-- torchrun, with its store  its own                writes its address to the store
-==========================  =====================  =====================================
+=================================  =====================  ==============================
+init method                        variables for ranks    rank 0
+=================================  =====================  ==============================
+``file://``                        none                   writes its address to the file
+``tcp://``                         ``MASTER_ADDR``, …     listens at the address
+``env://``, ranks on one node      ``DDPX_PRIVATE_FILE``  writes its address to the file
+``env://``, several nodes          ``MASTER_ADDR``, …     listens at the address
+``env://``, another launcher       the launcher's         listens at the address
+``env://``, torchrun with a store  torchrun's             writes its address to it
+=================================  =====================  ==============================
 
-A cluster environment that defines its own address counts as several nodes.
+Without an init method, ``env://`` applies. A cluster environment with an address of
+its own counts as several nodes.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 With ``start_method="popen"`` or under another launcher, the process that calls the
 Trainer is a rank itself (:class:`ScriptLauncher`). With the other start methods, it
 waits for processes that run a function (:class:`ProcessesLauncher`).
+
+Both set a run's environment variables only while they start ranks or run, and then
+restore them. The exception is ``LOCAL_RANK`` in a script with started ranks, which tells
+a stock strategy later in the script that the ranks exist.
 """
 
 from __future__ import annotations
@@ -84,7 +88,7 @@ class Collaborators:
 def _environment_with(variables: Mapping[str, str | None]) -> Iterator[None]:
     """Set environment variables in the block, and remove those that are ``None``.
 
-    Restore them and all variables of a rank afterwards.
+    Afterwards, restore them and all variables of a rank, which the block may also set.
     """
     before = {name: os.environ.get(name) for name in ("RANK", *_RANK_VARIABLES, *variables)}
     _set_variables(variables)
@@ -107,10 +111,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
     If another launcher has started the ranks, it starts none. A process starts ranks
     only once; later Trainers in the script use the same ranks.
 
-    In a run, this process has the same variables as the others. After it, only
-    ``LOCAL_RANK`` remains, because it tells a stock strategy later in the script that
-    the ranks exist.
-
     Unlike Lightning's launcher, this one does not kill the other ranks as soon as one
     fails, but only those that are still running after a time limit at exit, or after
     Ctrl-C.
@@ -127,15 +127,16 @@ class ScriptLauncher(SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
+        variables: Mapping[str, str | None]  # of this process in the run
         started = started_ranks()
-        if started is None and not self.cluster_environment.creates_processes_externally:
-            variables = self._start_ranks(trainer)
-        elif started is None:
+        if started is not None:
+            self.procs = list(started.children)
+            variables = {**started.variables, "WORLD_SIZE": str(self._size)}
+        elif self.cluster_environment.creates_processes_externally:
             missing = self._parts.rendezvous.missing_variables(self.cluster_environment)
             variables = missing if self._size > 1 else {}
         else:
-            self.procs = list(started.children)
-            variables = {**started.variables, "WORLD_SIZE": str(self._size)}
+            variables = self._start_ranks(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
         with _environment_with(variables), self._parts.files.begin(trainer, args) as passed:
             return supervised(
@@ -155,7 +156,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def _start_ranks(self, trainer: Any) -> Mapping[str, str | None]:
         """Start this node's other ranks, and return this process's variables in a run."""
         address = self._parts.rendezvous.start_variables(self.cluster_environment, self.num_nodes)
-        # Every started process would inherit a user's RANK.
+        # The started ranks would inherit a user's RANK.
         with _environment_with({**address, LAUNCHER_PID: str(os.getpid()), "RANK": None}):
             self._call_children_scripts()  # sets variables even if it starts nothing
             of_rank = {name: os.environ[name] for name in _RANK_VARIABLES}
@@ -163,7 +164,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         if self._size == 1:
             return {**variables, "RANK": None}  # a user's, which is not that of this run
         if self.procs:
-            os.environ["LOCAL_RANK"] = "0"  # also after the run, since the ranks still exist
+            os.environ["LOCAL_RANK"] = "0"  # remains, since the ranks still exist
         is_debugged = rank_debugger_of(trainer) is not None
         # This registers an exit handler. Exit handlers run in reverse order, so it precedes
         # the one that removes the file of `start_variables`.
@@ -220,10 +221,10 @@ class ProcessesLauncher(MultiProcessingLauncher):
         results = _Results(temporary_path())
         with (
             self._parts.files.begin(trainer, args) as passed,
-            # Every started process would inherit a user's RANK.
-            _environment_with({**address, "RANK": None}),
+            _environment_with({**address, "RANK": None}),  # ranks would inherit a user's RANK
         ):
-            # Set for users' code; Lightning's environment reads the address that is set above.
+            # As Lightning's launcher does. The environment returns the address above, or
+            # chooses one.
             os.environ["MASTER_ADDR"] = self._environment.main_address
             os.environ["MASTER_PORT"] = str(self._environment.main_port)
             self._run_ranks(function, passed, kwargs, trainer, results)
