@@ -234,54 +234,28 @@ def leave() -> None:
 
 
 def _check_further_request(request: Request, context: ProcessContext) -> None:
-    """Raise if another Trainer's request contradicts that of the connected ranks.
+    """Raise if another Trainer's request cannot follow that of the connected ranks.
 
     Raises:
         ConfigurationError: the request has another rank, world size or init method.
         RankFailedError: a rank died, or a rank failed and this rank has not raised the
             error yet.
     """
-    world = request.world
     connected = context.groups.request
-    place = connected.world
     # A script may destroy the group, to test each sample once on one device.
-    works_alone_now = world.world_size == 1 and not dist.is_initialized()
-    if place.world_size == 1 or works_alone_now:
-        return
-    if (world.rank, world.world_size) != (place.rank, place.world_size):
-        raise ConfigurationError(
-            f"this process is already rank {place.rank} of {place.world_size}, but"
-            f" this Trainer needs it to be rank {world.rank} of {world.world_size}; use the"
-            " same devices and num_nodes for every Trainer of a script, or call"
-            " torch.distributed.destroy_process_group() before a Trainer with one device"
-        )
-    if request.is_explicit and request.init_method != connected.init_method:
-        raise ConfigurationError(
-            f"this process's group was formed with init_method {connected.init_method!r}, but"
-            f" this Trainer requests {request.init_method!r}; use the same init_method for"
-            " every Trainer of a script"
-        )
-    context.peers.check_unhandled()
+    works_alone_now = request.world.world_size == 1 and not dist.is_initialized()
+    if connected.world.world_size > 1 and not works_alone_now:
+        request.check_same_ranks(connected)
+        context.peers.check_unhandled()
 
 
 def _can_use_groups(request: Request, context: ProcessContext) -> bool:
     """Whether another Trainer, whose request has been checked, can use the groups."""
     return (
         context.peers.cause is None
-        and _group_settings(request) == _group_settings(context.groups.request)
+        and request.group_settings == context.groups.request.group_settings
         and context.groups.owns_default
     )
-
-
-def _group_settings(request: Request) -> tuple[object, ...]:
-    """Return the settings that must be equal for a request to use the same groups.
-
-    With several ranks, the device is not one of them: the ranks would have to agree on
-    whether any of them has another device.
-    """
-    size = request.world.world_size
-    device = request.device if size == 1 else None
-    return size, request.backend, request.variables, request.has_one_device, device
 
 
 def _warn_of_changed_variables(groups: ProcessGroups, request: Request) -> None:

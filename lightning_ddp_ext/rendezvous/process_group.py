@@ -187,9 +187,11 @@ class ProcessGroups:
 
     def form(self, key: object, backend: str | None) -> None:
         """Form a further group of all ranks. Collective; within :meth:`forming`."""
-        # All ranks are here: they have passed a barrier.
-        timeout = min(self.request.init_timeout, self.timeout)
-        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
+        group: dist.ProcessGroup = dist.new_group(
+            backend=backend,
+            # All ranks are here: they have passed a barrier.
+            timeout=min(self.request.init_timeout, self.timeout),
+        )
         _set_timeout(group, self._with_slack(self.timeout))
         self.others[key] = group
 
