@@ -1,20 +1,16 @@
 """Connect all ranks to rank 0, or raise the same error on all of them.
 
-===========  ==================================  =======================================
-topic        from a rank to rank 0               from rank 0 to ranks
-===========  ==================================  =======================================
-"hello"      nonce of the address, RankInfo
-"handshake"                                      ``accepted``: the port of rank 0's store
-..                                               ``refused``: the error that ranks raise
-..                                               ``welcome``: all ranks, in order; and
-..                                               ``route``: rank 0's address for ranks on
-..                                               other networks, empty without any
-..           ``overdue``: its ``init_timeout``
-===========  ==================================  =======================================
+1. A rank sends ``hello``, with the nonce of rank 0's address and its ``RankInfo``, until
+   rank 0 accepts it. Rank 0 closes a connection whose hello it does not answer.
+2. Rank 0 replies ``accepted``, with the port of its store. The rank opens the store, and
+   waits.
+3. A rank whose ``init_timeout`` passes sends ``overdue``, with this timeout.
+4. Rank 0 decides once. When all ranks have connected, it sends ``welcome``, with all
+   ranks in order, and ``route``, with its address for ranks on other networks, empty
+   without any. After the first error, it sends ``refused``, with the error that ranks
+   raise.
 
-A rank sends its hello until rank 0 has accepted it, opens the store, and waits for the
-welcome. Rank 0 decides once: when all ranks have connected, it sends the welcome, and
-after the first error the refusal. It closes a connection whose hello it does not answer.
+All but ``hello`` are keys in messages on the topic ``handshake``.
 """
 
 from __future__ import annotations
@@ -119,9 +115,9 @@ class RankZero:
     """The part of rank 0, which decides whether the ranks start.
 
     Its channel's thread accepts ranks, and decides after their messages. The main
-    thread waits, and decides after conditions that no message reports. Each thread holds
-    the lock of the channel's messages while it decides. Only the first decision counts,
-    and after it, only ``_greeted`` changes.
+    thread waits, and decides after conditions that no message reports. Each holds the
+    lock of the channel's messages meanwhile. Only the first decision counts, and after
+    it, only ``_greeted`` changes.
 
     Args:
         start_up: that of rank 0.
@@ -136,8 +132,7 @@ class RankZero:
         self._accepted = {0: self._info}  # by rank
         self._greeted: set[int] = set()  # the ranks that have sent a hello
         self._route = ""  # of the welcome
-        # Empty while undecided, then a body with the key "welcome" or "refused", as in the
-        # table of the module.
+        # Empty while undecided, then a body with the key "welcome" or "refused".
         self._decision: Message = {}
 
     def connect(self) -> Connections:
@@ -227,7 +222,7 @@ class RankZero:
             lambda: others <= self._greeted, self._start_up.request.timeouts.after_refusal
         )
 
-    # On the channel's thread.
+    # On the channel's thread, with the lock.
 
     def _admit(
         self, nonce: str, store_port: int, connection: Connection, topic: str, body: Message

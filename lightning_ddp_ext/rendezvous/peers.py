@@ -80,8 +80,6 @@ def event_of(kind: Kind, info: RankInfo, reason: str = "", traceback_text: str =
 class Peers:
     """The other ranks, and their failures and departures.
 
-    Events that arrived before this object was made are handled when it is made.
-
     Args:
         abort: called after the first failure, to unblock the main thread. For the other
             arguments, see the attributes.
@@ -122,9 +120,11 @@ class Peers:
         self._abort = abort
         self._departed: PeerEvent | None = None  # the first orderly departure
         self._forced_exit = ForcedExit("ddpx-exit")
-        # Last, since this handles earlier messages on this thread.
-        channel.on_message("event", self._handle_message)
-        channel.on_message(ENDED, self._handle_end)
+
+    def handle_events(self) -> None:
+        """Handle events from now on, and on this thread those that arrived earlier."""
+        self.channel.on_message("event", self._handle_message)
+        self.channel.on_message(ENDED, self._handle_end)
 
     @property
     def cause_or_departure(self) -> PeerEvent | None:
@@ -196,7 +196,7 @@ class Peers:
             self.arrived.notify_all()
         self._forced_exit.cancel()
 
-    # On the channel's thread, or on the thread that reports.
+    # On the channel's thread, or on the thread that reports or handles earlier events.
 
     def _handle_message(self, body: Message) -> None:
         values = body["event"]
@@ -253,15 +253,11 @@ class Peers:
         with self.arrived:
             # Outside of a run the process continues. Since Python 3.12, no thread can
             # start during shutdown.
-            if not self.has_raised and _is_in_run():
+            if not self.has_raised and current_run() is not None:
                 self._forced_exit.start(
                     seconds,
                     1,
                     lambda: sentence,
-                    is_needed=_is_in_run,
+                    is_needed=lambda: current_run() is not None,
                     seconds_after_saves=seconds,
                 )
-
-
-def _is_in_run() -> bool:
-    return current_run() is not None

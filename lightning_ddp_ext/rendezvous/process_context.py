@@ -58,6 +58,7 @@ class ProcessContext:
             request.timeouts,
             self.groups.abort,
         )
+        self.peers.handle_events()  # an earlier one may abort the groups
         self.barriers = NamedBarriers(self.peers)
 
     # Groups.
@@ -185,7 +186,7 @@ def join(request: Request) -> ProcessContext | None:
         _check_foreign_group(request)
         return None
     _current = _open(request)
-    at_exit(leave)
+    _at_exit(leave)
     return _current
 
 
@@ -196,7 +197,7 @@ def _open(request: Request) -> ProcessContext:
     rank's own error, and raise it.
     """
     check_variables(request.variables)
-    at_exit(exit_if_stuck)  # before `leave` is registered, so it runs after that
+    _at_exit(exit_if_stuck)  # before `leave` is registered, so it runs after that
     connections = connect(request, Deadline(request.init_timeout.total_seconds()))
     context = ProcessContext(request, connections)
     try:
@@ -293,7 +294,7 @@ def _check_foreign_group(request: Request) -> None:
 _parents_contexts: list[ProcessContext | None] = []  # in a forked child, until its exit
 
 
-def at_exit(action: Callable[[], None]) -> None:
+def _at_exit(action: Callable[[], None]) -> None:
     """Run ``action`` at the exit of this process.
 
     It also runs in children of multiprocessing, which skip ``atexit`` handlers.
