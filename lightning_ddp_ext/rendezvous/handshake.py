@@ -1,27 +1,23 @@
 """Connect all ranks to rank 0, or raise the same error on all of them.
 
-===========  ==================================  =======================================
-topic        from a rank to rank 0               from rank 0 to ranks
-===========  ==================================  =======================================
-"hello"      nonce of the address, RankInfo
-"handshake"                                      ``accepted``: the port of rank 0's store
-..                                               ``refused``: the error that ranks raise
-..                                               ``welcome``: all ranks, in order; and
-..                                               ``route``: rank 0's address for ranks on
-..                                               other networks, empty without any
-..           ``overdue``: its ``init_timeout``
-===========  ==================================  =======================================
+1. A rank sends ``hello``, with the nonce of rank 0's address and its ``RankInfo``, until
+   rank 0 accepts it. Rank 0 closes a connection whose hello it does not answer.
+2. Rank 0 replies ``accepted``, with the port of its store. The rank opens the store, and
+   waits.
+3. A rank whose ``init_timeout`` passes sends ``overdue``, with this timeout.
+4. Rank 0 decides once. When all ranks have connected, it sends ``welcome``, with all
+   ranks in order, and ``route``, with its address for ranks on other networks, empty
+   without any. After the first error, it sends ``refused``, with the error that ranks
+   raise.
 
-A rank sends its hello until rank 0 has accepted it, opens the store, and waits for the
-welcome. Rank 0 decides once: when all ranks have connected, it sends the welcome, and
-after the first error the refusal. It closes a connection whose hello it does not answer.
+All but ``hello`` are keys in messages on the topic ``handshake``.
 """
 
 from __future__ import annotations
 
 import socket
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 
 from torch.distributed import HashStore, Store, TCPStore
@@ -31,6 +27,7 @@ from lightning_ddp_ext.rank_lists import listed, ranks_in_words
 from lightning_ddp_ext.rendezvous.channel import CLOSED, Channel, Connection, Message, encode
 from lightning_ddp_ext.rendezvous.contact import (
     Contact,
+    StartUp,
     find_rank_zero,
     raise_if_refused,
     reach,
@@ -39,7 +36,6 @@ from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import (
     STORE_OPERATION,
     Address,
-    Endpoint,
     TcpEndpoint,
     connect_store,
 )
@@ -82,12 +78,12 @@ def connect(request: Request, deadline: Deadline) -> Connections:
     info = RankInfo(world.rank, world_size=world.world_size, run=request.run)
     if world.world_size == 1:
         return Connections(Channel(request.timeouts.heartbeat), (info,), HashStore())
-    endpoint = request.make_endpoint(deadline)
+    start_up = StartUp(request, request.make_endpoint(deadline), info, deadline)
     if world.is_rank_zero:
-        return RankZero(request, endpoint, info, deadline).connect()
-    contact = find_rank_zero(request, endpoint, info, deadline)
+        return RankZero(start_up).connect()
+    contact = find_rank_zero(start_up)
     try:
-        return _join_run(contact, request, info, deadline)
+        return _join_run(contact, start_up)
     except BaseException:
         contact.channel.close(in_order=False)
         raise
@@ -96,17 +92,18 @@ def connect(request: Request, deadline: Deadline) -> Connections:
 # On ranks other than 0.
 
 
-def _join_run(
-    contact: Contact, request: Request, info: RankInfo, deadline: Deadline
-) -> Connections:
+def _join_run(contact: Contact, start_up: StartUp) -> Connections:
     """Open rank 0's store, and wait until all ranks are connected."""
-    with OpenedSockets() as store_sockets:
+    with OpenedSockets() as store_sockets:  # records them, to abort them later
         # Now, since after the welcome hundreds of ranks would do so simultaneously.
         store = connect_store(
-            contact.peer_host, contact.replies["accepted"], deadline, contact.raise_if_ended
+            contact.peer_host,
+            contact.replies["accepted"],
+            start_up.deadline,
+            contact.raise_if_ended,
         )
-    table = contact.await_welcome(deadline, request.timeouts.answer)
-    is_in_same_network = info.network == table[0].network
+    table = contact.await_welcome()
+    is_in_same_network = start_up.info.network == table[0].network
     route = contact.replies["route"] if is_in_same_network else contact.own_host
     return Connections(contact.channel, table, store, store_sockets, route)
 
@@ -118,33 +115,24 @@ class RankZero:
     """The part of rank 0, which decides whether the ranks start.
 
     Its channel's thread accepts ranks, and decides after their messages. The main
-    thread waits, and decides after conditions that no message reports. Both decide with
-    the lock of the channel's messages, and only the first decision counts.
+    thread waits, and decides after conditions that no message reports. Each holds the
+    lock of the channel's messages meanwhile. Only the first decision counts, and after
+    it, only ``_greeted`` changes.
 
     Args:
-        request: the Trainer's request.
-        endpoint: the way in which the other ranks find this one.
-        info: this rank.
-        deadline: the end of ``init_timeout``.
+        start_up: that of rank 0.
     """
 
-    def __init__(
-        self, request: Request, endpoint: Endpoint, info: RankInfo, deadline: Deadline
-    ) -> None:
-        self._request = request
-        self._endpoint = endpoint
-        self._info = info
-        self._deadline = deadline
-        self._channel = Channel(request.timeouts.heartbeat)
-        # The channel's thread sets these three, in a message and thus with its lock: the
-        # accepted ranks, the ranks that have sent a hello, and the route of the welcome.
-        # It only adds to them, and accepts none after the decision. So the main thread
-        # needs the lock only to list the accepted ranks before the decision.
-        self._accepted = {0: info}  # by rank
-        self._greeted: set[int] = set()
-        self._route = ""
-        # Empty while undecided, then once set to a body with the key "welcome" or
-        # "refused", as in the table of the module. Any thread may thus read it.
+    def __init__(self, start_up: StartUp) -> None:
+        self._start_up = start_up
+        self._endpoint = start_up.endpoint
+        self._info = start_up.info
+        self._channel = Channel(start_up.request.timeouts.heartbeat)
+        # All of these with the lock, or after the decision.
+        self._accepted = {0: self._info}  # by rank
+        self._greeted: set[int] = set()  # the ranks that have sent a hello
+        self._route = ""  # of the welcome
+        # Empty while undecided, then a body with the key "welcome" or "refused".
         self._decision: Message = {}
 
     def connect(self) -> Connections:
@@ -161,7 +149,7 @@ class RankZero:
 
     def _connect(self) -> Connections:
         listener, address = self._listen()
-        with OpenedSockets() as store_sockets:
+        with OpenedSockets() as store_sockets:  # records them, to abort them later
             store = _host_store(listener.getsockname()[0])
         self._channel.on_message("handshake", lambda body: self._refuse_missing(body["overdue"]))
         self._channel.accept(listener, partial(self._admit, address.nonce, store.port))
@@ -183,41 +171,35 @@ class RankZero:
         """Return a listening socket and its address, unless there is another rank 0."""
         earlier = self._endpoint.look_up()
         if earlier.nonce:
-            self._probe(earlier)
+            self._raise_if_rank_zero_is_at(earlier)
         try:
             return self._endpoint.listen()
         except RendezvousError:  # another process has the port
-            self._probe(earlier)
+            self._raise_if_rank_zero_is_at(earlier)
             raise
 
-    def _probe(self, address: Address) -> None:
+    def _raise_if_rank_zero_is_at(self, address: Address) -> None:
         """Raise the refusal of another rank 0 if one is answering at this address.
 
         It never accepts this rank, since two processes then claim rank 0.
         """
-        timeouts = self._request.timeouts
         for host in address.candidates():
-            deadline = Deadline(min(timeouts.connect, self._deadline.remaining))
-            with suppress(OSError):
-                reach(
-                    host,
-                    address,
-                    info=self._info,
-                    timeouts=timeouts,
-                    deadline=deadline,
-                    endpoint=self._endpoint,
-                )
+            deadline = Deadline(self._start_up.attempt_seconds)
+            with suppress(OSError):  # nothing, or another program, is answering there
+                reach(host, address, replace(self._start_up, deadline=deadline))
 
     def _await_decision(self) -> None:
-        while not self._decision:
-            if sentence := self._exit_of_a_rank() or self._request.launch_failure():
-                self._decide({"refused": [sentence]})
-            if self._deadline.expired:
-                self._refuse_missing(self._deadline.seconds)
-            self._channel.wait_for(
-                lambda: bool(self._decision or self._channel.ended),
-                min(_POLL, self._deadline.remaining),
-            )
+        """Wait for a decision, or refuse the start after an exit or the deadline."""
+        with self._channel.arrived:  # released in each wait for a message
+            while not self._decision:
+                if sentence := self._exit_of_a_rank() or self._start_up.request.launch_failure():
+                    self._decide({"refused": [sentence]})
+                if self._start_up.deadline.expired:
+                    self._refuse_missing(self._start_up.deadline.seconds)
+                self._channel.wait_for(
+                    lambda: bool(self._decision or self._channel.ended),
+                    min(_POLL, self._start_up.deadline.remaining),
+                )
 
     def _exit_of_a_rank(self) -> str:
         """Describe the exit of an accepted rank, if any."""
@@ -237,10 +219,10 @@ class RankZero:
         """
         others = set(range(1, self._info.world_size))
         self._channel.wait_for(
-            lambda: others <= self._greeted, self._request.timeouts.after_refusal
+            lambda: others <= self._greeted, self._start_up.request.timeouts.after_refusal
         )
 
-    # On the channel's thread.
+    # On the channel's thread, with the lock.
 
     def _admit(
         self, nonce: str, store_port: int, connection: Connection, topic: str, body: Message
@@ -301,19 +283,23 @@ class RankZero:
             f" {info.pid} on host {info.host}; set a different RANK (or rank=) for each process"
         )
 
-    # On both threads.
+    # On both threads, with the lock.
 
     def _refuse_missing(self, seconds: float) -> None:
         """Refuse the start because some ranks did not connect within a rank's limit."""
-        with self._channel.arrived:
-            missing = sorted(set(range(self._info.world_size)) - self._accepted.keys())
-            present = listed(self._table)
+        missing = sorted(set(range(self._info.world_size)) - self._accepted.keys())
         sentence = (
             f"{ranks_in_words(missing)} of {self._info.world_size} did not connect to"
-            f" {self._where} within {seconds:g} s (init_timeout); present: {present}; check that"
-            " every rank is running and can reach rank 0, or raise init_timeout"
+            f" {self._where} within {seconds:g} s (init_timeout); present: {listed(self._table)};"
+            " check that every rank is running and can reach rank 0, or raise init_timeout"
         )
         self._decide({"refused": [sentence, *missing]})
+
+    def _decide(self, decision: Message) -> None:
+        """Send the decision to all ranks that have connected, unless there is one."""
+        if not self._decision:
+            self._decision = decision
+            self._channel.send("handshake", decision)
 
     @property
     def _table(self) -> list[RankInfo]:
@@ -323,17 +309,11 @@ class RankZero:
     @property
     def _where(self) -> str:
         """Where the ranks find rank 0, for messages."""
-        if self._request.init_method == "env://" and isinstance(self._endpoint, TcpEndpoint):
+        if self._start_up.request.init_method == "env://" and isinstance(
+            self._endpoint, TcpEndpoint
+        ):
             return f"{self._endpoint.where} (env://)"
-        return self._request.init_method
-
-    def _decide(self, decision: Message) -> None:
-        """Send the decision to all ranks that have connected, unless there is one."""
-        with self._channel.arrived:
-            if not self._decision:
-                self._decision = decision
-                self._channel.send("handshake", decision)
-                self._channel.arrived.notify_all()
+        return self._start_up.request.init_method
 
 
 def _host_store(bound_to: str) -> TCPStore:

@@ -73,12 +73,13 @@ class NamedBarriers:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        # Of barriers that are not open yet, by number: on rank 0 the calls of all
-        # ranks, and on other ranks those of rank 0.
-        self._waiting: dict[int, list[Call]] = {}
         self.awaited: Call | None = None
+        # These two only change with the lock of messages, see `_skipped_call`.
         self.made = 0
         self._steps = 0  # the number of steps that this rank has started
+        # The received calls, by number, until their barrier opens: rank 0 receives those
+        # of all ranks, and the others receive those of rank 0.
+        self._received: dict[int, list[Call]] = {}
         self._opened = 0  # the number of the last call that all ranks have started
         peers.channel.on_message("call", self._record_call)
         peers.channel.on_message("open", self._open_barrier)
@@ -93,21 +94,23 @@ class NamedBarriers:
             RankAbsentError: another rank is waiting in a call that this rank should
                 already have made.
         """
-        self._steps += 1
-        call = self._skipped_call()
+        with self._peers.arrived:
+            self._steps += 1
+            call = self._skipped_call()
         if call is not None:
-            raise self._report_skipped(call).to_error()
+            self._report_skipped(call)
+            self._peers.check()
 
     def _skipped_call(self) -> Call | None:
         """Return a call that this rank skipped and another one waits in, if any.
 
-        The main thread needs no lock for this. It counts its step before it looks for a
-        call, and the channel's thread records a call before it looks at the steps, so
-        at least one of them finds it. A second report has no effect.
+        It has the number of this rank's next call, but fewer steps before it than this
+        rank has started. A step or a message can cause this, so both look for it, with
+        the lock of messages.
         """
-        waiting = self._waiting.get(self.made + 1, [])
-        earliest = min(waiting, key=lambda call: call.steps, default=None)
-        return earliest if earliest is not None and self._steps > earliest.steps else None
+        others = self._received.get(self.made + 1, [])
+        skipped = [call for call in others if call.steps < self._steps]
+        return min(skipped, key=lambda call: call.steps, default=None)
 
     def enter(
         self,
@@ -154,13 +157,16 @@ class NamedBarriers:
             is_open = self._peers.wait_for(lambda: self._opened >= call.number)
         finally:
             self.awaited = None
-        event = self._peers.cause_or_departure
-        if event is not None and not is_open:
+        if not is_open:
+            event = self._peers.cause_or_departure
+            assert event is not None  # it has ended the wait
+            # A departure has no reason, so its message names the call.
             raise replace(event, reason=event.reason or str(call)).to_error()
         # Rank 0 may exit next, and must first have opened the barrier for the others.
         self._peers.channel.wait_until_sent()
 
-    # Messages of other ranks.
+    # Messages, with their lock: on the channel's thread, and for rank 0's own calls on the
+    # main thread.
 
     def _record_call(self, body: Message) -> None:
         """Record a call, and report it if this rank skipped it.
@@ -169,7 +175,7 @@ class NamedBarriers:
         differing rank.
         """
         call = Call(**body["call"])
-        calls = self._waiting.setdefault(call.number, [])
+        calls = self._received.setdefault(call.number, [])
         calls.append(call)
         if len({each.name for each in calls}) > 1:
             self._report_mismatch(calls)
@@ -179,12 +185,11 @@ class NamedBarriers:
             self._report_skipped(missed)
 
     def _open_barrier(self, body: Message) -> None:
-        number = body["number"]
-        self._opened = max(self._opened, number)
-        self._waiting.pop(number, None)
+        self._opened = body["number"]  # these arrive in order
+        self._received.pop(self._opened, None)
 
-    def _report_skipped(self, call: Call) -> PeerEvent:
-        return self._peers.report(
+    def _report_skipped(self, call: Call) -> None:
+        self._peers.report(
             event_of_absence(
                 call, [self._peers.mine], "continued without it", call.remedy or _MAKE_IT
             )

@@ -80,8 +80,6 @@ def event_of(kind: Kind, info: RankInfo, reason: str = "", traceback_text: str =
 class Peers:
     """The other ranks, and their failures and departures.
 
-    Events that arrived before this object was made are handled when it is made.
-
     Args:
         abort: called after the first failure, to unblock the main thread. For the other
             arguments, see the attributes.
@@ -122,9 +120,11 @@ class Peers:
         self._abort = abort
         self._departed: PeerEvent | None = None  # the first orderly departure
         self._forced_exit = ForcedExit("ddpx-exit")
-        # Last, since this handles earlier messages on this thread.
-        channel.on_message("event", self._handle_message)
-        channel.on_message(ENDED, self._handle_end)
+
+    def handle_events(self) -> None:
+        """Handle events from now on, and on this thread those that arrived earlier."""
+        self.channel.on_message("event", self._handle_message)
+        self.channel.on_message(ENDED, self._handle_end)
 
     @property
     def cause_or_departure(self) -> PeerEvent | None:
@@ -135,6 +135,15 @@ class Peers:
         """Raise the error of the cause, if any."""
         if self.cause is not None:
             raise self.cause.to_error()
+
+    def check_unhandled(self) -> None:
+        """Raise the error of the cause, unless the script has handled it.
+
+        It has if this rank has raised the error. The ranks can then connect again,
+        except after a death.
+        """
+        if not self.has_raised or (self.cause is not None and self.cause.kind == "died"):
+            self.check()
 
     def wait(self, seconds: float) -> PeerEvent | None:
         """Wait up to ``seconds`` for a cause or a departure, and return it, if any."""
@@ -163,19 +172,19 @@ class Peers:
         if self.rank in ranks:
             self.channel.deliver(topic, {**body, "from": self.rank})
 
-    def report(self, event: PeerEvent) -> PeerEvent:
+    def report(self, event: PeerEvent) -> None:
         """Report to all ranks, including this one, why they cannot continue.
 
-        Return the first such event, which all ranks use. The channel's thread cannot
-        wait for it, and gets ``event`` back on ranks other than 0.
+        Rank 0 decides which event is the cause. Other ranks wait for it, and use their
+        own event if rank 0 does not answer; the channel's thread does not wait, since it
+        has to receive the answer.
         """
         if self.rank != 0:
             self.channel.send("event", {"event": asdict(event)})
             if self.channel.is_current_thread:
-                return event  # this thread has to receive rank 0's answer
-            with self.arrived:
-                self.arrived.wait_for(lambda: self.cause, timeout=self.timeouts.first_cause)
-        return self._record(event)
+                return
+            self.channel.wait_for(lambda: self.cause is not None, self.timeouts.first_cause)
+        self._record_cause(event)
 
     def record_raised(self) -> None:
         """Record that the main thread is raising because of the cause.
@@ -187,7 +196,7 @@ class Peers:
             self.arrived.notify_all()
         self._forced_exit.cancel()
 
-    # On the channel's thread, or on the thread that reports.
+    # On the channel's thread, or on the thread that reports or handles earlier events.
 
     def _handle_message(self, body: Message) -> None:
         values = body["event"]
@@ -197,28 +206,41 @@ class Peers:
         kind: Kind = "died" if body["reason"] else "left"
         self._record(event_of(kind, self.table[body["from"]], body["reason"]))
 
-    def _record(self, event: PeerEvent) -> PeerEvent:
-        """Record an event, and react to it if it is the cause; return the cause.
+    def _record(self, event: PeerEvent) -> None:
+        """Record an event that a message reports; only the first of both sorts counts."""
+        if event.kind == "left":
+            self._record_departure(event)
+        else:
+            self._record_cause(event)
 
-        All ranks get the first cause and the first departure.
-        """
+    def _record_departure(self, event: PeerEvent) -> None:
+        """Record a departure; only a rank that waits reacts to it."""
         with self.arrived:
-            if event.kind == "left":
-                is_first = self._departed is None
-                self._departed = self._departed or event
-            else:
-                is_first = self.cause is None
-                self.cause = self.cause or event
+            if self._departed is not None:
+                return
+            self._departed = event
             self.arrived.notify_all()
-        if is_first and self.rank == 0:
+        self._pass_on(event)
+
+    def _record_cause(self, event: PeerEvent) -> None:
+        """Record a cause, and unblock the main thread or force the exit."""
+        with self.arrived:
+            if self.cause is not None:
+                return
+            self.cause = event
+            self.arrived.notify_all()
+        self._pass_on(event)
+        self._exit_if_blocked(event)  # before the abort, which may block
+        if self.channel.is_current_thread:
+            # It may take seconds, so the thread sends the event before it.
+            self.channel.call(self._abort)
+        else:
+            self._abort()
+
+    def _pass_on(self, event: PeerEvent) -> None:
+        """On rank 0, send an event to the other ranks, which then have the same one."""
+        if self.rank == 0:
             self.channel.send("event", {"event": asdict(event)})
-        if is_first and event.kind != "left":
-            self._exit_if_blocked(event)  # first, since an abort may block
-            if self.channel.is_current_thread:
-                self.channel.call(self._abort)  # after the event is sent: it may take seconds
-            else:
-                self._abort()
-        return self.cause or event
 
     def _exit_if_blocked(self, event: PeerEvent) -> None:
         """Start to force the exit of a main thread that stays blocked in a run.
@@ -231,15 +253,11 @@ class Peers:
         with self.arrived:
             # Outside of a run the process continues. Since Python 3.12, no thread can
             # start during shutdown.
-            if not self.has_raised and _is_in_run():
+            if not self.has_raised and current_run() is not None:
                 self._forced_exit.start(
                     seconds,
                     1,
                     lambda: sentence,
-                    is_needed=_is_in_run,
+                    is_needed=lambda: current_run() is not None,
                     seconds_after_saves=seconds,
                 )
-
-
-def _is_in_run() -> bool:
-    return current_run() is not None

@@ -10,16 +10,13 @@ from __future__ import annotations
 import atexit
 import multiprocessing.util
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import ConfigurationError, DDPExtError
-from lightning_ddp_ext.forced_exit import exit_now
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.deadline import Deadline
@@ -27,7 +24,7 @@ from lightning_ddp_ext.rendezvous.handshake import Connections, connect
 from lightning_ddp_ext.rendezvous.named_barrier import NamedBarriers
 from lightning_ddp_ext.rendezvous.nccl_options import check_variables
 from lightning_ddp_ext.rendezvous.peers import Peers, event_of
-from lightning_ddp_ext.rendezvous.process_group import ABORTING, ProcessGroups
+from lightning_ddp_ext.rendezvous.process_group import ProcessGroups, exit_if_stuck
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.runs import start_run
 from lightning_ddp_ext.threads import use_device
@@ -61,6 +58,7 @@ class ProcessContext:
             request.timeouts,
             self.groups.abort,
         )
+        self.peers.handle_events()  # an earlier one may abort the groups
         self.barriers = NamedBarriers(self.peers)
 
     # Groups.
@@ -91,63 +89,8 @@ class ProcessContext:
         The block counts as a run: if nothing ends its wait, the process has to exit.
         """
         with start_run(), self.groups.forming():
-            self.peers.check()
+            self.peers.check()  # within, so that no failure is missed: see `ProcessGroups`
             yield
-
-    # Further Trainers.
-
-    def adapted(self, request: Request) -> Request:
-        """Return another Trainer's request, adapted to the existing connections.
-
-        It gets their init method if it leaves out its own.
-
-        Raises:
-            ConfigurationError: the request has another rank, world size or init method.
-            RankFailedError: a rank died, or a rank failed and this rank has not raised
-                the error yet.
-        """
-        world = request.world
-        connected = self.groups.request
-        if connected.is_explicit and not request.is_explicit:
-            request = replace(
-                request,
-                init_method=connected.init_method,
-                make_endpoint=connected.make_endpoint,
-                is_explicit=True,
-            )
-        # A script may destroy the group, to test each sample once on one device.
-        works_alone_now = world.world_size == 1 and not dist.is_initialized()
-        place = connected.world
-        if place.world_size == 1 or works_alone_now:
-            return request
-        if (world.rank, world.world_size) != (place.rank, place.world_size):
-            raise ConfigurationError(
-                f"this process is already rank {place.rank} of {place.world_size}, but"
-                f" this Trainer needs it to be rank {world.rank} of {world.world_size}; use the"
-                " same devices and num_nodes for every Trainer of a script, or call"
-                " torch.distributed.destroy_process_group() before a Trainer with one device"
-            )
-        if request.is_explicit and request.init_method != connected.init_method:
-            raise ConfigurationError(
-                f"this process's group was formed with init_method {connected.init_method!r}, but"
-                f" this Trainer requests {request.init_method!r}; use the same init_method for"
-                " every Trainer of a script"
-            )
-        # The script has handled an error that this rank raised, and the ranks can
-        # connect again unless one of them is dead.
-        cause = self.peers.cause
-        is_handled = self.peers.has_raised and cause is not None and cause.kind != "died"
-        if not is_handled:
-            self.peers.check()
-        return request
-
-    def can_serve(self, request: Request) -> bool:
-        """Whether a Trainer with an adapted request can use the groups."""
-        return (
-            self.peers.cause is None
-            and _group_settings(request) == _group_settings(self.groups.request)
-            and self.groups.owns_default
-        )
 
     # Failure and close.
 
@@ -164,7 +107,7 @@ class ProcessContext:
         return cause.kind != "failed" or cause.who != self.peers.mine
 
     def announce_failure(self, exception: BaseException, traceback_text: str) -> None:
-        """Report to the other ranks why this one cannot continue, and unblock them.
+        """Report to the other ranks why this one cannot continue, and close the groups.
 
         It does not raise, and only waits shortly.
         """
@@ -173,7 +116,7 @@ class ProcessContext:
         self.close_group()
 
     def close_group(self) -> None:
-        """Abort and close this rank's part in all groups.
+        """Abort and close this rank's part in all groups, after a failure.
 
         This unblocks ranks that are waiting for it in a collective.
         """
@@ -184,7 +127,10 @@ class ProcessContext:
         self.peers.record_raised()
 
     def close(self) -> None:
-        """Close groups, channel and store; called once, as the last method."""
+        """Close groups that are still open, the channel and the store.
+
+        Called once, as the last method.
+        """
         try:
             self.groups.close(is_broken=self.peers.cause is not None)
         finally:
@@ -193,8 +139,9 @@ class ProcessContext:
             self.peers.record_raised()
 
 
+# The context of this process.
+
 _current: ProcessContext | None = None  # set and used by the main thread; others read it
-_parents_contexts: list[ProcessContext | None] = []  # in a forked child, until its exit
 
 
 def current() -> ProcessContext | None:
@@ -227,19 +174,19 @@ def join(request: Request) -> ProcessContext | None:
     """
     global _current
     use_device(request.device)
-    earlier = _current
-    if earlier is not None:
-        request = earlier.adapted(request)
-        if earlier.can_serve(request):
-            earlier.groups.serve(request)
-            return earlier
-        _warn_of_changed_variables(earlier.groups, request)
+    if _current is not None:
+        request = request.completed_from(_current.groups.request)
+        _check_further_request(request, _current)
+        if _can_use_groups(request, _current):
+            _current.groups.serve(request)
+            return _current
+        _warn_of_changed_variables(_current.groups, request)
         leave()
     if dist.is_initialized():
-        _adopt_foreign_group(request)
+        _check_foreign_group(request)
         return None
     _current = _open(request)
-    at_exit(leave)
+    _at_exit(leave)
     return _current
 
 
@@ -250,7 +197,7 @@ def _open(request: Request) -> ProcessContext:
     rank's own error, and raise it.
     """
     check_variables(request.variables)
-    at_exit(_exit_if_stuck)
+    _at_exit(exit_if_stuck)  # before `leave` is registered, so it runs after that
     connections = connect(request, Deadline(request.init_timeout.total_seconds()))
     context = ProcessContext(request, connections)
     try:
@@ -262,32 +209,13 @@ def _open(request: Request) -> ProcessContext:
         event = context.peers.wait(0.0 if is_explained else context.peers.timeouts.first_cause)
         if event is None:
             context.announce_failure(error, "")
+            context.close()
+            raise
         context.close_group()
         context.close()
-        if event is None:
-            raise
         cause = event.to_error()
         raise cause from cause.__cause__
     return context
-
-
-def _warn_of_changed_variables(groups: ProcessGroups, request: Request) -> None:
-    if groups.uses_nccl and request.variables != groups.request.variables:
-        _logger.warning(
-            "this Trainer sets other variables of NCCL than an earlier one, but NCCL reads most"
-            " of them only once in a process; run it in a separate script"
-        )
-
-
-def _group_settings(request: Request) -> tuple[object, ...]:
-    """Return the settings that must be equal for a request to reuse the group.
-
-    With several ranks, the device is not one of them: the ranks would have to agree on
-    whether any of them has another device.
-    """
-    size = request.world.world_size
-    device = request.device if size == 1 else None
-    return size, request.backend, request.variables, request.has_one_device, device
 
 
 def leave() -> None:
@@ -303,39 +231,48 @@ def leave() -> None:
         context.close()
 
 
-def at_exit(action: Callable[[], None]) -> None:
-    """Run ``action`` at the exit of this process.
+# Whether a request matches earlier connections or groups.
 
-    It also runs in children of multiprocessing, which skip ``atexit`` handlers.
+
+def _check_further_request(request: Request, context: ProcessContext) -> None:
+    """Raise if another Trainer's request cannot follow that of the connected ranks.
+
+    Raises:
+        ConfigurationError: the request has another rank, world size or init method.
+        RankFailedError: a rank died, or a rank failed and this rank has not raised the
+            error yet.
     """
-    # A Finalize runs only once, even if both of them call it, and only in the process
-    # that has made it, not in forked children.
-    atexit.register(multiprocessing.util.Finalize(None, action, exitpriority=100))
+    connected = context.groups.request
+    # A script may destroy the group, to test each sample once on one device.
+    works_alone_now = request.world.world_size == 1 and not dist.is_initialized()
+    if connected.world.world_size > 1 and not works_alone_now:
+        request.check_same_ranks(connected)
+        context.peers.check_unhandled()
 
 
-def _exit_if_stuck() -> None:
-    """Exit after everything else if an abort did not return.
+def _can_use_groups(request: Request, context: ProcessContext) -> bool:
+    """Whether another Trainer, whose request has been checked, can use the groups."""
+    return (
+        context.peers.cause is None
+        and request.group_settings == context.groups.request.group_settings
+        and context.groups.owns_default
+    )
 
-    The destructors of torch's groups would wait for it.
+
+def _warn_of_changed_variables(groups: ProcessGroups, request: Request) -> None:
+    if groups.uses_nccl and request.variables != groups.request.variables:
+        _logger.warning(
+            "this Trainer sets other variables of NCCL than an earlier one, but NCCL reads most"
+            " of them only once in a process; run it in a separate script"
+        )
+
+
+def _check_foreign_group(request: Request) -> None:
+    """Raise if the group that other code opened does not match; otherwise, warn.
+
+    Raises:
+        ConfigurationError: the request has another rank or world size, or an init method.
     """
-    if any(thread.name == ABORTING for thread in threading.enumerate()):
-        exit_now(1)
-
-
-def _drop_in_child() -> None:
-    """Drop the parent's context in a forked child, such as a loader worker."""
-    global _current
-    if _current is not None:
-        _current.peers.channel.close_inherited_sockets()
-    # Keep a reference: destroying a store joins threads, which only the parent has.
-    _parents_contexts.append(_current)
-    _current = None
-
-
-os.register_at_fork(after_in_child=_drop_in_child)
-
-
-def _adopt_foreign_group(request: Request) -> None:
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     world = request.world
@@ -350,3 +287,31 @@ def _adopt_foreign_group(request: Request) -> None:
         "using a process group that other code opened: init_timeout and timeout have no effect, "
         "and lightning_ddp_ext cannot detect dead ranks"
     )
+
+
+# The exit of this process, and its forked children.
+
+_parents_contexts: list[ProcessContext | None] = []  # in a forked child, until its exit
+
+
+def _at_exit(action: Callable[[], None]) -> None:
+    """Run ``action`` at the exit of this process.
+
+    It also runs in children of multiprocessing, which skip ``atexit`` handlers.
+    """
+    # A Finalize runs only once, even if both of them call it, and only in the process
+    # that has made it, not in forked children.
+    atexit.register(multiprocessing.util.Finalize(None, action, exitpriority=100))
+
+
+def _drop_in_child() -> None:
+    """Drop the parent's context in a forked child, such as a loader worker."""
+    global _current
+    if _current is not None:
+        _current.peers.channel.close_inherited_sockets()
+    # Keep a reference: destroying a store joins threads, which only the parent has.
+    _parents_contexts.append(_current)
+    _current = None
+
+
+os.register_at_fork(after_in_child=_drop_in_child)

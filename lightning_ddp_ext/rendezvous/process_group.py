@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from lightning_ddp_ext.errors import RendezvousError
+from lightning_ddp_ext.forced_exit import exit_now
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections
 from lightning_ddp_ext.rendezvous.nccl_options import GLOO_INTERFACE
@@ -37,7 +38,7 @@ _OTHER_TIMEOUT = timedelta(minutes=30)
 # minutes later. torch means to log only errors of CUDA, but negates the result of
 # std::string::find: see Watchdog::run in its ProcessGroupNCCL.cpp.
 _NCCL_DEFAULTS = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
-ABORTING = "ddpx-abort"  # the name of the threads that abort NCCL
+_ABORTING = "ddpx-abort"  # the name of the threads that abort NCCL
 _ABORT_SECONDS = 5.0  # the longest wait for an abort of NCCL
 # After a timeout, torch's NCCL watchdog terminates the process from C++, so the rank
 # that waited would count as dead. At our timeout the statuses show the missing rank;
@@ -49,12 +50,20 @@ class ProcessGroups:
     """The default process group and the others that the package forms.
 
     An object serves one connection to the other ranks. Making it sets environment
-    variables, and ``close`` removes them. In between, the groups are
+    variables, and ``close`` removes them.
 
-    1. *forming*, while the main thread is in :meth:`forming`;
-    2. *open*, until :meth:`close` closes all of them;
-    3. *closed*, but still referenced, until :meth:`release`. ``close`` calls it unless
-       other ranks may have abandoned a collective.
+    ========  ==========================  =============================================
+    state     begins with                 ``abort`` then ends
+    ========  ==========================  =============================================
+    forming   :meth:`forming`, for each   NCCL, and all connections of groups and of the
+              group                       store
+    open      the end of :meth:`forming`  NCCL, and the connections of groups, except
+                                          those of a default group that uses only NCCL
+    closed    :meth:`close`               NCCL, if it was aborted before
+    ========  ==========================  =============================================
+
+    Closed groups are referenced until :meth:`release`. ``close`` calls it unless other
+    ranks may have abandoned a collective.
 
     Args:
         request: the settings of the first Trainer.
@@ -74,27 +83,18 @@ class ProcessGroups:
         self.others: dict[object, dist.ProcessGroup] = {}
         self.has_aborted_nccl = False
         self._connections = connections
+        # Both until `release`, which gives the reason: the default group, from its
+        # forming, and the others, from `close`.
+        self._default: dist.ProcessGroup | None = None
+        self._closed: list[dist.ProcessGroup] = []
+        # For `abort` in another thread, see `forming`: the sockets of each group until
+        # `close`, the default group's first.
+        self._is_forming = False
+        self._sockets: list[OpenedSockets] = []
         # Held while a thread aborts NCCL: the channel's thread and the main one may both
         # start such threads.
         self._aborting = threading.Lock()
-        # References to the default group, from its forming, and to the others, from
-        # `close`; both until `release`. They must outlive those of DDP: dropping the
-        # last reference to a group waits for gloo's threads, which may wait for the
-        # GIL. Python releases the GIL meanwhile, but DDP does not:
-        # https://github.com/pytorch/pytorch/issues/56297. Without them, 2 of 69 failing
-        # runs hung in teardown. Dropping them frees the groups' sockets.
-        self._default: dist.ProcessGroup | None = None
-        self._closed: list[dist.ProcessGroup] = []
-        # Whether the main thread is in `forming`, and the sockets of each group, from
-        # its forming until `close`; the default group is the first. The main thread
-        # sets both, and `abort` reads them in another thread. They need no lock:
-        # `ProcessContext.forming` looks for a failure after it has set them, and a
-        # failure is recorded before `abort` is called. So either the main thread sees
-        # the failure, or `abort` sees the sockets.
-        self._is_forming = False
-        self._sockets: list[OpenedSockets] = []
-        # The environment variables that this object sets until `close`. An exported
-        # variable stays: :func:`check_variables` has compared the values.
+        # An exported variable stays: `check_variables` has compared the values.
         self._variables = {
             name: value
             for name, value in self._required_variables().items()
@@ -175,21 +175,23 @@ class ProcessGroups:
         return self.uses_nccl and self.request.device.type == "cuda" and self.request.has_one_device
 
     def _error_about(self, finding: str) -> RendezvousError:
-        backend = self.request.backend
-        remedy = f"look for messages of {backend} above"
+        remedy = f"look for messages of {self.request.backend} above"
         if self.uses_nccl:
             remedy += (
                 ", or pass nccl=NCCLOptions(debug='INFO') to see how NCCL connects the devices"
             )
         return RendezvousError(
-            f"the {backend} group of {self.request.world.world_size} ranks {finding}; {remedy}"
+            f"the {self.request.backend} group of {self.request.world.world_size} ranks {finding};"
+            f" {remedy}"
         )
 
     def form(self, key: object, backend: str | None) -> None:
         """Form a further group of all ranks. Collective; within :meth:`forming`."""
-        # All ranks are here: they have passed a barrier.
-        timeout = min(self.request.init_timeout, self.timeout)
-        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
+        group: dist.ProcessGroup = dist.new_group(
+            backend=backend,
+            # All ranks are here: they have passed a barrier.
+            timeout=min(self.request.init_timeout, self.timeout),
+        )
         _set_timeout(group, self._with_slack(self.timeout))
         self.others[key] = group
 
@@ -205,7 +207,12 @@ class ProcessGroups:
 
     @contextmanager
     def forming(self) -> Iterator[None]:
-        """Record the sockets that the block opens, for :meth:`abort`."""
+        """Record the sockets that the block opens, for :meth:`abort` in another thread.
+
+        The block must begin with a check for failures. A failure is recorded before
+        ``abort`` is called, so this needs no lock: either the check finds it, or
+        ``abort`` finds what is set here.
+        """
         self._is_forming = True
         try:
             with OpenedSockets() as sockets:
@@ -215,46 +222,36 @@ class ProcessGroups:
             self._is_forming = False
 
     def abort(self) -> None:
-        """Unblock threads that wait for other ranks.
+        """Unblock threads that wait for other ranks; any thread may call it.
 
         Those in a collective or a store get an error. A collective of NCCL returns
         arbitrary values instead.
         """
-        self.abort_nccl()
-        for sockets in self._abortable_sockets():
+        self._abort_nccl()
+        # If the connections of NCCL's default group were shut down, other ranks would see
+        # a remote error before NCCL is aborted there.
+        keeps_default = self.request.backend in _ONLY_NCCL and not self._is_forming
+        for sockets in self._sockets[1:] if keeps_default else self._sockets:
             sockets.abort()
         if self._is_forming and self._connections.store_sockets is not None:
             self._connections.store_sockets.abort()
 
-    def _abortable_sockets(self) -> list[OpenedSockets]:
-        """Return the sockets of all groups, without those of NCCL's default group.
-
-        If those were aborted, other ranks would see a remote error before NCCL is
-        aborted there. While a group forms, they are included: NCCL may be connecting.
-        """
-        default_is_nccl = self.request.backend in _ONLY_NCCL and not self._is_forming
-        return self._sockets[1:] if default_is_nccl else self._sockets
-
-    def abort_nccl(self) -> bool:
+    def _abort_nccl(self) -> None:
         """Abort NCCL's groups if there are any, even if they were aborted before.
 
         They are not destroyed instead, which would wait for their kernels.
-
-        Returns:
-            Whether there were any: the default group uses NCCL, and this object has
-            opened it, is forming it, or has aborted it.
         """
-        # Torch knows a group that forms before `_default` does.
-        is_open = dist.is_initialized() and (self.owns_default or self._default is None)
-        if not self.uses_nccl or not (is_open or self.has_aborted_nccl):
-            return False
+        # While the default group forms, torch has it before `_default`.
+        is_formed_here = self.owns_default or self._default is None
+        may_wait = (dist.is_initialized() and is_formed_here) or self.has_aborted_nccl
+        if not self.uses_nccl or not may_wait:
+            return
         self.has_aborted_nccl = True  # set before any wait for the device returns
         # An abort may wait for minutes: https://github.com/NVIDIA/nccl/issues/1777
-        start_thread(ABORTING, _abort_groups, self._aborting).join(_ABORT_SECONDS)
-        return True
+        start_thread(_ABORTING, _abort_groups, self._aborting).join(_ABORT_SECONDS)
 
     def close(self, *, is_broken: bool) -> None:
-        """Close all groups of this process.
+        """Close all groups of this process, and remove the environment variables.
 
         ===================================  =============================  ============
         The default group                    is                             and released
@@ -265,7 +262,8 @@ class ProcessGroups:
         is not open, or the user's           left alone                     as above
         ===================================  =============================  ============
 
-        Later means by :meth:`release`: gloo's threads may still be busy.
+        Later means by :meth:`release`: gloo's threads may still be busy. A second call
+        has no effect, except that it may release groups.
 
         Args:
             is_broken: whether other ranks may have abandoned a collective.
@@ -275,7 +273,9 @@ class ProcessGroups:
             # together with it. Otherwise gloo's threads outlive their owner and abort
             # the process at exit: in 9 of 50 processes without gc.collect().
             gc.collect()
-            if not (is_broken and self.abort_nccl()):
+            if is_broken and self.uses_nccl:
+                self._abort_nccl()
+            else:
                 dist.destroy_process_group()
             self._closed.extend(self.others.values())
             gc.collect()
@@ -288,7 +288,13 @@ class ProcessGroups:
         self._variables.clear()
 
     def release(self) -> None:
-        """Drop the last references to the closed groups."""
+        """Drop the last references to the closed groups, which frees their sockets.
+
+        They must outlive the references of DDP: dropping the last one waits for gloo's
+        threads, which may wait for the GIL. Python releases the GIL meanwhile, but DDP
+        does not: https://github.com/pytorch/pytorch/issues/56297. Without this, 2 of 69
+        failing runs hung in teardown.
+        """
         self._closed.clear()
         self._default = None
 
@@ -325,3 +331,15 @@ def _abort_groups(lock: threading.Lock) -> None:
     abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
     with lock, suppress(Exception):
         abort()
+
+
+# At exit.
+
+
+def exit_if_stuck() -> None:
+    """Exit after everything else if an abort of NCCL did not return.
+
+    The destructors of torch's groups would wait for it.
+    """
+    if any(thread.name == _ABORTING for thread in threading.enumerate()):
+        exit_now(1)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint
 from lightning_ddp_ext.rendezvous.network import network_identity
 from lightning_ddp_ext.world import World
+
+NO_LIMIT = timedelta(days=365)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,58 @@ class Request:
     run: str = ""
     launch_failure: Callable[[], str | None] = lambda: None
     timeouts: Timeouts = field(default_factory=Timeouts)
+
+    @property
+    def group_settings(self) -> tuple[object, ...]:
+        """The settings that must be equal for two requests to use the same groups.
+
+        With several ranks, the device is not one of them: the ranks would have to agree
+        on whether any of them has another device.
+        """
+        device = self.device if self.world.world_size == 1 else None
+        return self.world.world_size, self.backend, self.variables, self.has_one_device, device
+
+    def completed_from(self, connected: Request) -> Request:
+        """Return the request with the init method of ``connected`` if it has none."""
+        if self.is_explicit or not connected.is_explicit:
+            return self
+        return replace(
+            self,
+            init_method=connected.init_method,
+            make_endpoint=connected.make_endpoint,
+            is_explicit=True,
+        )
+
+    def check_same_ranks(self, connected: Request) -> None:
+        """Raise unless the ranks that are connected are those of this request.
+
+        Raises:
+            ConfigurationError: the request has another rank, world size or init method.
+        """
+        world = self.world
+        place = connected.world
+        if (world.rank, world.world_size) != (place.rank, place.world_size):
+            raise ConfigurationError(
+                f"this process is already rank {place.rank} of {place.world_size}, but"
+                f" this Trainer needs it to be rank {world.rank} of {world.world_size}; use the"
+                " same devices and num_nodes for every Trainer of a script, or call"
+                " torch.distributed.destroy_process_group() before a Trainer with one device"
+            )
+        if self.is_explicit and self.init_method != connected.init_method:
+            raise ConfigurationError(
+                f"this process's group was formed with init_method {connected.init_method!r}, but"
+                f" this Trainer requests {self.init_method!r}; use the same init_method for"
+                " every Trainer of a script"
+            )
+
+    def without_limits(self) -> Request:
+        """Return the request with time limits too long to apply, for a debugged rank."""
+        timeouts = replace(
+            self.timeouts,
+            heartbeat=12 * 3600.0,  # the kernel accepts at most 27 hours
+            deadlock=NO_LIMIT.total_seconds(),
+        )
+        return replace(self, timeout=NO_LIMIT, timeouts=timeouts)
 
 
 @dataclass(frozen=True)

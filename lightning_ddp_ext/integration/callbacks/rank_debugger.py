@@ -5,19 +5,15 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 from typing_extensions import override
 
 from lightning_ddp_ext.arguments import integer
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.rendezvous.request import Request
 
 from ..private.lightning_tree import pl
 
-NO_LIMIT = timedelta(days=365)
 _HOST = "127.0.0.1"  # local, since any client of the port can run code
 
 
@@ -73,13 +69,6 @@ def rank_debugger_of(trainer: Any) -> RankDebugger | None:
                 f"RankDebugger needs a rank from 0 to {last} (got {debugger.rank})"
             )
     return debuggers[0] if debuggers else None
-
-
-def without_limits(request: Request) -> Request:
-    """Return a request with time limits too long to apply, for a debugged rank."""
-    heartbeat = 12 * 3600.0  # the kernel accepts at most 27 hours
-    timeouts = replace(request.timeouts, heartbeat=heartbeat, deadlock=NO_LIMIT.total_seconds())
-    return replace(request, timeout=NO_LIMIT, timeouts=timeouts)
 
 
 @functools.cache

@@ -1,4 +1,21 @@
-"""Connect the ranks of a strategy, at an address that its init method determines."""
+"""Connect the ranks of a strategy, at an address that its init method determines.
+
+A process that starts ranks chooses how they find rank 0, and passes it on in variables:
+
+=================================  =====================  ==============================
+init method                        variables for ranks    rank 0
+=================================  =====================  ==============================
+``file://``                        none                   writes its address to the file
+``tcp://``                         ``MASTER_ADDR``, …     listens at the address
+``env://``, ranks on one node      ``DDPX_PRIVATE_FILE``  writes its address to the file
+``env://``, several nodes          ``MASTER_ADDR``, …     listens at the address
+``env://``, another launcher       the launcher's         listens at the address
+``env://``, torchrun with a store  torchrun's             writes its address to it
+=================================  =====================  ==============================
+
+Without an init method, ``env://`` applies. A cluster environment with an address of
+its own counts as several nodes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +49,6 @@ from lightning_ddp_ext.supervision.session import start_session
 from lightning_ddp_ext.supervision.started_ranks import started_ranks
 from lightning_ddp_ext.world import OPEN_MPI, TORCHRUN, launcher_of, run_of
 
-from ..callbacks.rank_debugger import without_limits
 from ..private.compat import backend_of, timeout_of
 from ..private.lightning_tree import (
     ClusterEnvironment,
@@ -81,12 +97,13 @@ class Rendezvous:
         self.timeouts = Timeouts(heartbeat=heartbeat.total_seconds())
         self._variables = variables_of(nccl, interface)  # of NCCL and gloo
 
-    def start_variables(self, environment: ClusterEnvironment, num_nodes: int) -> dict[str, str]:
-        """Return the variables that started ranks need to connect.
+    # The address of rank 0.
 
-        These do not include the init method. On one node without an address, the kernel
-        chooses a free port, so this process does not have to guess one. The started
-        ranks choose in the same way, in ``_make_endpoint``.
+    def start_variables(self, environment: ClusterEnvironment, num_nodes: int) -> dict[str, str]:
+        """Return the variables that started ranks need to connect; see the table above.
+
+        These do not include the init method. The ranks of one node do not need a port in
+        advance, which this process would have to guess: the kernel chooses it for rank 0.
         """
         if isinstance(self.init_method, File):
             return {}
@@ -99,6 +116,36 @@ class Rendezvous:
             return {PRIVATE_FILE: temporary_path()}
         return self._address_variables(environment)
 
+    def _make_endpoint(
+        self, environment: ClusterEnvironment, is_local: bool, deadline: Deadline
+    ) -> Endpoint:
+        """Return the way to find rank 0, in a rank; see the table above.
+
+        Args:
+            environment: the cluster environment.
+            is_local: whether all ranks are on this host.
+            deadline: the end of ``init_timeout``.
+
+        Raises:
+            ConfigurationError: the file cannot be created, or the environment's address
+                is malformed.
+            RendezvousError: the environment has no address, or the store cannot be used.
+        """
+        if isinstance(self.init_method, File):
+            check_file(self.init_method)
+            return FileEndpoint(self.init_method.path)
+        if isinstance(self.init_method, Tcp):
+            return TcpEndpoint(self.init_method, is_local=is_local)
+        if PRIVATE_FILE in os.environ and is_local:  # the choice of `start_variables`
+            return FileEndpoint(os.environ[PRIVATE_FILE], is_local=True)
+        where = _env_address(environment)
+        is_torchrun = isinstance(environment, TorchElasticEnvironment)
+        if is_torchrun and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # Torchrun's own store listens at the address.
+            store = connect_store(where.host, where.port, deadline)
+            return StoreEndpoint(store, f"lightning_ddp_ext/{os.environ['TORCHELASTIC_RUN_ID']}")
+        return TcpEndpoint(where, is_local=is_local)
+
     def missing_variables(self, environment: ClusterEnvironment) -> dict[str, str]:
         """Return the variables with rank 0's address that a launcher has not set.
 
@@ -106,7 +153,8 @@ class Rendezvous:
         """
         if {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             return {}
-        # :meth:`join` raises any error again, if the ranks need an address to connect.
+        # A user's environment may raise any error. If the ranks need the address to
+        # connect, `join` raises it again.
         with suppress(Exception):
             return self._address_variables(environment)
         return {}
@@ -115,6 +163,8 @@ class Rendezvous:
         method = self.init_method
         where = method if isinstance(method, Tcp) else _env_address(environment)
         return {"MASTER_ADDR": where.host, "MASTER_PORT": str(where.port)}
+
+    # The connection of a rank.
 
     def join(self, strategy: RankDevicesStrategy, *, is_debugged: bool) -> None:
         """Connect the ranks and create the process group, unless that has happened.
@@ -136,11 +186,12 @@ class Rendezvous:
         if launcher_of(os.environ) in (TORCHRUN, OPEN_MPI):
             stop_with_parent()  # other launchers stop their ranks themselves
         request = self._request(strategy)
-        # Read before the ranks connect, which changes both.
+        if is_debugged:
+            request = request.without_limits()
+        # Read before the ranks connect, which changes both: torch sets its own hook.
         is_first = current() is None
         hook = sys.excepthook
-        session = start_session(without_limits(request) if is_debugged else request)
-        if session is None:  # other code opened the process group
+        if start_session(request) is None:  # other code opened the process group
             return
         install_excepthook(hook)
         if is_first:
@@ -158,10 +209,7 @@ class Rendezvous:
             is_explicit=self.init_method is not None,
             has_one_device=strategy.devices_per_rank == 1,
             make_endpoint=partial(
-                _make_endpoint,
-                method=self.init_method,
-                environment=strategy.cluster_environment,
-                is_local=strategy.num_nodes == 1,
+                self._make_endpoint, strategy.cluster_environment, strategy.num_nodes == 1
             ),
             backend=backend_of(strategy),
             device=strategy.root_device,
@@ -172,63 +220,6 @@ class Rendezvous:
             launch_failure=launcher_exit if started is None else started.failure,
             timeouts=self.timeouts,
         )
-
-
-def _make_endpoint(
-    deadline: Deadline,
-    *,
-    method: InitMethod | None,
-    environment: ClusterEnvironment,
-    is_local: bool,
-) -> Endpoint:
-    """Return the way to find rank 0, which is the first in this table that applies.
-
-    ================================  ===================================================
-    init method                       rank 0
-    ================================  ===================================================
-    ``file://``                       writes its address to the file
-    ``tcp://``                        listens at the address
-    none or ``env://``: ranks that    writes its address to a file, which the variable
-    this package started on one node  ``PRIVATE_FILE`` names
-    none or ``env://``: torchrun      writes its address to torchrun's store
-    listens at ``MASTER_PORT``
-    none or ``env://``                listens at the environment's address
-    ================================  ===================================================
-
-    Args:
-        deadline: the end of ``init_timeout``.
-        method: the init method; ``None`` if the user has not set one.
-        environment: the cluster environment.
-        is_local: whether all ranks are on this host.
-
-    Raises:
-        ConfigurationError: the file cannot be created, or the environment's address is
-            malformed.
-        RendezvousError: the environment has no address, or the store cannot be used.
-    """
-    if isinstance(method, File):
-        check_file(method)
-        return FileEndpoint(method.path)
-    if isinstance(method, Tcp):
-        return TcpEndpoint(method, is_local=is_local)
-    if PRIVATE_FILE in os.environ and is_local:
-        return FileEndpoint(os.environ[PRIVATE_FILE], is_local=True)
-    where = _env_address(environment)
-    is_torchrun = isinstance(environment, TorchElasticEnvironment)
-    if is_torchrun and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = connect_store(where.host, where.port, deadline)
-        return StoreEndpoint(store, f"lightning_ddp_ext/{os.environ['TORCHELASTIC_RUN_ID']}")
-    return TcpEndpoint(where, is_local=is_local)
-
-
-def temporary_path() -> str:
-    """Return an unused path.
-
-    At exit, remove the file that killed ranks may have left there.
-    """
-    path = Path(tempfile.gettempdir(), f"lightning_ddp_ext-{secrets.token_hex(16)}")
-    atexit.register(path.unlink, missing_ok=True)
-    return str(path)
 
 
 def _env_address(environment: ClusterEnvironment) -> Tcp:
@@ -262,3 +253,13 @@ def _is_overridden(name: str, environment: ClusterEnvironment) -> bool:
     By default, these read ``MASTER_ADDR`` and ``MASTER_PORT``.
     """
     return getattr(type(environment), name) is not getattr(LightningEnvironment, name)
+
+
+def temporary_path() -> str:
+    """Return an unused path.
+
+    At exit, remove the file that killed ranks may have left there.
+    """
+    path = Path(tempfile.gettempdir(), f"lightning_ddp_ext-{secrets.token_hex(16)}")
+    atexit.register(path.unlink, missing_ok=True)
+    return str(path)

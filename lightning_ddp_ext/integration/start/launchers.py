@@ -3,6 +3,10 @@
 With ``start_method="popen"`` or under another launcher, the process that calls the
 Trainer is a rank itself (:class:`ScriptLauncher`). With the other start methods, it
 waits for processes that run a function (:class:`ProcessesLauncher`).
+
+Both set a run's environment variables only while they start ranks or run, and then
+restore them. The exception is ``LOCAL_RANK`` in a script with started ranks, which tells
+a stock strategy later in the script that the ranks exist.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from lightning_ddp_ext.rendezvous.process_context import leave
+from lightning_ddp_ext.rendezvous.request import NO_LIMIT
 from lightning_ddp_ext.supervision.excepthook import print_line
 from lightning_ddp_ext.supervision.failure import supervised
 from lightning_ddp_ext.supervision.launching_process import (
@@ -37,7 +42,7 @@ from lightning_ddp_ext.supervision.started_ranks import (
     started_ranks,
 )
 
-from ..callbacks.rank_debugger import NO_LIMIT, rank_debugger_of
+from ..callbacks.rank_debugger import rank_debugger_of
 from ..checkpoints.run_files import RunFiles
 from ..private.lightning_tree import (
     ClusterEnvironment,
@@ -80,15 +85,32 @@ class Collaborators:
     deadline: timedelta
 
 
+@contextmanager
+def _environment_with(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables in the block, and remove those that are ``None``.
+
+    Afterwards, restore them and all variables of a rank, which the block may also set.
+    """
+    before = {name: os.environ.get(name) for name in ("RANK", *_RANK_VARIABLES, *variables)}
+    _set_variables(variables)
+    try:
+        yield
+    finally:
+        _set_variables(before)
+
+
+def _set_variables(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
 class ScriptLauncher(SubprocessScriptLauncher):
     """Runs the script again for each of this node's other ranks.
 
     If another launcher has started the ranks, it starts none. A process starts ranks
     only once; later Trainers in the script use the same ranks.
-
-    In a run, this process has the same variables as the others. After it, only
-    ``LOCAL_RANK`` remains, because it tells a stock strategy later in the script that
-    the ranks exist.
 
     Unlike Lightning's launcher, this one does not kill the other ranks as soon as one
     fails, but only those that are still running after a time limit at exit, or after
@@ -106,7 +128,16 @@ class ScriptLauncher(SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
-        variables = self._variables_in_run(trainer)
+        variables: Mapping[str, str | None]  # of this process in the run
+        started = started_ranks()
+        if started is not None:
+            self.procs = list(started.children)
+            variables = {**started.variables, "WORLD_SIZE": str(self._size)}
+        elif self.cluster_environment.creates_processes_externally:
+            missing = self._parts.rendezvous.missing_variables(self.cluster_environment)
+            variables = missing if self._size > 1 else {}
+        else:
+            variables = self._start_ranks(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
         with _environment_with(variables), self._parts.files.begin(trainer, args) as passed:
             return supervised(
@@ -119,44 +150,33 @@ class ScriptLauncher(SubprocessScriptLauncher):
             )
 
     @property
-    def _is_joint(self) -> bool:
-        """Whether the Trainer has several ranks."""
-        return self.num_processes * self.num_nodes > 1
-
-    def _variables_in_run(self, trainer: Any) -> Mapping[str, str | None]:
-        """Return the variables that this process has during a run, but not after it.
-
-        Those that are ``None`` are removed in the run. If nothing has started the
-        ranks, start them first.
-        """
-        started = started_ranks()
-        if started is not None:
-            self.procs = list(started.children)
-            size = self.num_processes * self.num_nodes
-            return {**started.variables, "WORLD_SIZE": str(size)}
-        if self.cluster_environment.creates_processes_externally:
-            missing = self._parts.rendezvous.missing_variables(self.cluster_environment)
-            return missing if self._is_joint else {}
-        return self._start_ranks(trainer)
+    def _size(self) -> int:
+        """The number of the Trainer's ranks."""
+        return self.num_processes * self.num_nodes
 
     def _start_ranks(self, trainer: Any) -> Mapping[str, str | None]:
         """Start this node's other ranks, and return this process's variables in a run."""
         address = self._parts.rendezvous.start_variables(self.cluster_environment, self.num_nodes)
-        with _environment_with({**address, LAUNCHER_PID: str(os.getpid())}):
-            os.environ.pop("RANK", None)  # every started process would inherit a user's RANK
+        # The started ranks would inherit a user's RANK.
+        with _environment_with({**address, LAUNCHER_PID: str(os.getpid()), "RANK": None}):
             self._call_children_scripts()  # sets variables even if it starts nothing
             of_rank = {name: os.environ[name] for name in _RANK_VARIABLES}
         variables = {**address, **of_rank, "LOCAL_RANK": "0"}
-        if not self._is_joint:
+        if self._size == 1:
             return {**variables, "RANK": None}  # a user's, which is not that of this run
         if self.procs:
-            os.environ["LOCAL_RANK"] = "0"  # also after the run, since the ranks still exist
+            os.environ["LOCAL_RANK"] = "0"  # remains, since the ranks still exist
         is_debugged = rank_debugger_of(trainer) is not None
-        exit_within = NO_LIMIT.total_seconds() if is_debugged else EXIT_WITHIN
-        save_within = self._parts.deadline.total_seconds()
         # This registers an exit handler. Exit handlers run in reverse order, so it precedes
         # the one that removes the file of `start_variables`.
-        record_started(ChildScripts(list(self.procs), variables, exit_within, save_within))
+        record_started(
+            ChildScripts(
+                list(self.procs),
+                variables,
+                exit_within=NO_LIMIT.total_seconds() if is_debugged else EXIT_WITHIN,
+                save_within=self._parts.deadline.total_seconds(),
+            )
+        )
         return dict(variables)
 
 
@@ -196,12 +216,16 @@ class ProcessesLauncher(MultiProcessingLauncher):
         """
         self._check_can_launch(trainer)
         leave()
-        variables = self._parts.rendezvous.start_variables(
+        address = self._parts.rendezvous.start_variables(
             self._environment, self._strategy.num_nodes
         )
         results = _Results(temporary_path())
-        with self._parts.files.begin(trainer, args) as passed, _environment_with(variables):
-            os.environ.pop("RANK", None)  # every started process would inherit a user's RANK
+        with (
+            self._parts.files.begin(trainer, args) as passed,
+            _environment_with({**address, "RANK": None}),  # ranks would inherit a user's RANK
+        ):
+            # As Lightning's launcher does. The environment returns the address above, or
+            # chooses one.
             os.environ["MASTER_ADDR"] = self._environment.main_address
             os.environ["MASTER_PORT"] = str(self._environment.main_port)
             self._run_ranks(function, passed, kwargs, trainer, results)
@@ -302,27 +326,6 @@ class ProcessesLauncher(MultiProcessingLauncher):
             raise
         finally:
             leave()
-
-
-@contextmanager
-def _environment_with(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables in the block, and remove those that are ``None``.
-
-    Restore them and all variables of a rank afterwards.
-    """
-    before = {name: os.environ.get(name) for name in ("RANK", *_RANK_VARIABLES, *variables)}
-    _set_variables(variables)
-    try:
-        yield
-    finally:
-        _set_variables(before)
-
-
-def _set_variables(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
 
 
 def _environment_of(strategy: pl.strategies.DDPStrategy) -> ClusterEnvironment:
