@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp_ext.errors import DivergenceError
 from lightning_ddp_ext.rank_lists import listed
 
-from .named_calls import enter_call
 from .private.compat import unwrap_ddp
 from .start.devices import RankDevicesStrategy
+from .strategy_ranks import enter_call
 
 
 class GradientAveraging:

@@ -52,7 +52,6 @@ from .data.resume import ResumeData
 from .data.training_loaders import UnevenMode
 from .ddp import GradientAveraging
 from .logged_values import LoggedValues, Reduction
-from .named_calls import enter_broadcast, enter_call, enter_decision
 from .options import refuse_accumulating_static_graph, refuse_mistyped, refuse_unknown
 from .private.compat import trainer_of
 from .private.lightning_tree import ClusterEnvironment, pl, refuse_other_tree
@@ -63,7 +62,7 @@ from .start.joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, Rendezvous
 from .start.launchers import Collaborators, ProcessesLauncher, ScriptLauncher
 from .stopping.last_step import LastStepSaver
 from .stopping.stops import StopController, default_deadline
-from .strategy_ranks import check_received
+from .strategy_ranks import check_received, enter_broadcast, enter_call, enter_decision
 from .sync_batchnorm import RanksLayerSync
 
 T = TypeVar("T")

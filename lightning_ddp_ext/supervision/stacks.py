@@ -31,8 +31,10 @@ _WAITS_IF_INNERMOST = (
     "lightning_ddp_ext.batchnorm.sync_context.",
     "lightning_ddp_ext.integration.data.training_loaders.",
     "lightning_ddp_ext.integration.logged_values.",
+    "lightning_ddp_ext.integration.value_exchange.",
     "lightning_ddp_ext.pytorch_lightning.data.training_loaders.",
     "lightning_ddp_ext.pytorch_lightning.logged_values.",
+    "lightning_ddp_ext.pytorch_lightning.value_exchange.",
     "lightning_ddp_ext.ranks.",
 )
 # A backward pass waits for the gradients of other ranks in C++.

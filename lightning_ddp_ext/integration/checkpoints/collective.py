@@ -24,16 +24,14 @@ from lightning_ddp_ext.errors import (
 )
 from lightning_ddp_ext.forced_exit import delaying_forced_exit
 from lightning_ddp_ext.ranks import Ranks
-from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.runs import Run
 from lightning_ddp_ext.supervision.failure import explain, may_be_echo
-from lightning_ddp_ext.supervision.stacks import call_site
 
 from ..cooperation import Cooperation, cooperation_of
 from ..private.compat import trainer_of
 from ..private.lightning_tree import TrainerStatus, fabric, pl, rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
-from ..strategy_ranks import kind_of, may_have_partial_sums, ranks_of
+from ..strategy_ranks import enter_work, ranks_of, wait_and_detect_abort
 from .checkpoint_io import RankZeroCheckpointIO, given
 from .kept_weights import may_be_kept
 
@@ -124,7 +122,7 @@ class Checkpoints:
             CheckpointSaveError: an abort of NCCL may have made the weights wrong.
             Exception: the error of rank 0's save, on every rank.
         """
-        if may_have_partial_sums(self._strategy):
+        if wait_and_detect_abort(self._strategy):
             self._refuse_to_save(path)
             return
         save = _Save(checkpoint, path, storage_options, add_states)
@@ -199,7 +197,7 @@ class Checkpoints:
 
     def remove(self, path: PathOrUrl) -> None:
         """Remove a checkpoint on rank 0. Collective: every rank must call it."""
-        if may_have_partial_sums(self._strategy):
+        if wait_and_detect_abort(self._strategy):
             return  # the checkpoint that replaces it was not saved
         if not self._saves_in_background:
             io = self._strategy.checkpoint_io
@@ -294,10 +292,9 @@ class Checkpoints:
 
         An error names a rank that does not reach the block or that fails in it.
         """
-        context = current()
         try:
-            if context is not None and self._ranks.world_size > 1:
-                context.barriers.enter(what, call_site(), name=kind_of(what))
+            if self._ranks.world_size > 1:
+                enter_work(what)
             yield
         except (DDPExtError, OSError):  # they name the rank or the file
             raise

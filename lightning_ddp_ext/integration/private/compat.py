@@ -317,6 +317,12 @@ def averages_models(strategy: pl.strategies.Strategy) -> bool:
     return is_ddp and private(strategy, "_model_averager") is not None
 
 
+def is_sharded(optimizer: object) -> bool:
+    """Whether each rank has only a shard of the optimiser's state."""
+    classes = [base.__name__ for base in type(optimizer).__mro__]
+    return "ZeroRedundancyOptimizer" in classes  # by name, because importing it is slow
+
+
 def unwrap_ddp(strategy: Any) -> None:
     """Remove DDP from a strategy's model, which can then be wrapped again."""
     private(strategy.model, "_remove_autograd_hooks")()  # DDP may still be referenced
