@@ -186,7 +186,7 @@ class TrainerLoaders:
         Reader                Epoch         Batches
         ====================  ============  =============================================
         the fit loop          set           from the training position
-        an evaluation         set           all, and idle ranks are recorded
+        an evaluation         set           all
         user code             left as it    all, of a copy, since a loop may be reading
                               is            the loader itself
         ====================  ============  =============================================
@@ -204,7 +204,7 @@ class TrainerLoaders:
         if position is not None:
             return self._start_training(loader, position, iterator)
         with self._workers_of(loader):
-            return Started(self.evaluation.start(loader))
+            return Started(iter(loader.loader))
 
     def _workers_of(self, loader: DistributedLoader) -> AbstractContextManager[None]:
         """Give the epoch and seeds to the workers of an iterator created in the block."""
