@@ -398,7 +398,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         self._data.resume.on_train_batch_start()
         self._data.uneven.on_train_batch_start(batch)
         if self._averaging.frozen:
-            self._averaging.include_unfrozen()
+            self._averaging.before_step()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -415,7 +415,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     ) -> torch.Tensor:
         self._metrics.flush()
         if self._averaging.frozen:
-            self._averaging.refuse_unfrozen()
+            self._averaging.before_backward()
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
