@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -76,6 +77,20 @@ class Reduction:
         return isinstance(other, Reduction) and self._values is other._values
 
 
+@dataclass
+class _Step:
+    """A step in which values are queued.
+
+    Attributes:
+        needs_exchange: whether every rank makes another exchange in this step, even without
+            values.
+        queue: the values that this rank has logged and not reduced yet.
+    """
+
+    needs_exchange: bool
+    queue: list[PendingTensor] = field(default_factory=list)
+
+
 class LoggedValues:
     """Reduces the values that a strategy's ranks log with ``sync_dist=True``.
 
@@ -91,7 +106,7 @@ class LoggedValues:
         self._strategy = strategy
         self._checkpoints = checkpoints
         self._evaluation = evaluation
-        self._step: _Step | None = None  # in which values are queued
+        self._step: _Step | None = None
         # Whether the last training step logged values. Evaluation does not change this,
         # since some ranks may have no evaluation step.
         self._logs_in_training = False
@@ -101,7 +116,7 @@ class LoggedValues:
         self._numbers_of_epoch: dict[Tensor, Tensor] = {}
 
     def start_run(self) -> None:
-        """Expect nothing in the first step, since an earlier run may have stopped anywhere."""
+        """Expect no values in the first step, since an earlier run may have stopped anywhere."""
         self._logs_in_training = False
 
     @contextmanager
@@ -110,24 +125,25 @@ class LoggedValues:
 
         Collective if it logged any, and in a training step if the one before did.
         """
+        step = self._step = _Step(needs_exchange=is_training and self._logs_in_training)
         if is_training:
             report_step()
-        step = _Step(self._exchange, is_expected=is_training and self._logs_in_training)
-        self._step = step
+            self._logs_in_training = False
         try:
             yield
-            step.finish()
+            while step.queue or step.needs_exchange:
+                self._exchange_queue(step)
         finally:
             self._step = None
-            step.discard()
+            for pending in step.queue:  # only after an exception
+                pending.settle(math.nan)
         if is_training:
-            self._logs_in_training = step.has_logged
             report_step()  # so that a rank without values is named when the others reduce theirs
 
     def flush(self) -> None:
         """Reduce the values that are queued. Collective if there are any."""
-        if self._step is not None:
-            self._step.flush()
+        while self._step is not None and self._step.queue:
+            self._exchange_queue(self._step)
 
     def reduce(self, tensor: Any, group: Any, reduce_op: Any, reduction: Reduction) -> Any:
         """Reduce a tensor for :meth:`Reduction.__call__`, see the module's table. Collective.
@@ -138,7 +154,12 @@ class LoggedValues:
             reduce_op: a ``ReduceOp`` or its name.
             reduction: the object that was called, which identifies the logged name.
         """
-        if self._is_alone() or not isinstance(tensor, Tensor):
+        if (
+            not isinstance(tensor, Tensor)
+            or not dist.is_initialized()
+            or self._strategy.world_size == 1
+            or self._checkpoints.is_handling_exception  # other ranks may not make this call
+        ):
             return tensor
         trainer = trainer_of(self._strategy.lightning_module)
         result = reduction.result_in(trainer)
@@ -150,17 +171,20 @@ class LoggedValues:
         if is_computing_epoch(trainer, result):
             return self._reduce_of_epoch(tensor, result, trainer)
         value = Value(_name_of(result, on_step=True), reduce_op, tensor)
-        if self._step is not None:
-            return self._step.add(value)
-        return self._exchange([value]).results[0]
+        if self._step is None:
+            return self._exchange([value]).results[0]
+        pending = PendingTensor.of(value, self.flush)
+        self._step.queue.append(pending)
+        self._logs_in_training = self._logs_in_training or trainer.training
+        return pending
 
-    def _is_alone(self) -> bool:
-        """Whether no other rank takes part in this rank's reductions."""
-        return (
-            not dist.is_initialized()
-            or self._strategy.world_size == 1
-            or self._checkpoints.is_handling_exception
-        )
+    def _exchange_queue(self, step: _Step) -> None:
+        """Reduce the first queued values, as many as all ranks have sent. Collective."""
+        values = [pending.value for pending in step.queue]
+        results, step.needs_exchange = self._exchange(values, is_expected=step.needs_exchange)
+        for pending, result in zip(step.queue, results, strict=False):
+            pending.settle(result)
+        del step.queue[: len(results)]
 
     def _reduce_of_epoch(self, tensor: Tensor, result: Any, trainer: Any) -> Tensor:
         """Reduce a number of a result, and with the first one those of all results.
@@ -168,13 +192,11 @@ class LoggedValues:
         Lightning reads them one after another. Collective.
         """
         # Lightning passes a mean's number of samples itself, but a copy of a result's value.
-        is_samples = tensor is getattr(result, "cumulated_batch_size", None)
-        number = tensor if is_samples else result.value
+        number = tensor if tensor is getattr(result, "cumulated_batch_size", None) else result.value
         if number not in self._numbers_of_epoch:
             values = [value for each in results_to_compute(trainer) for value in _numbers_of(each)]
-            results = self._exchange(values).results
-            # If they need several messages, the next number that is read sends the next one.
-            reduced = zip(values, results, strict=False)
+            # If a message does not hold all, the first number that is left sends the others.
+            reduced = zip(values, self._exchange(values).results, strict=False)
             self._numbers_of_epoch = {value.tensor: result for value, result in reduced}
         return self._numbers_of_epoch.pop(number)
 
@@ -201,63 +223,6 @@ def _numbers_of(result: Any) -> list[Value]:
     samples = [result.cumulated_batch_size] if result.meta.is_mean_reduction else []
     name = _name_of(result, on_step=False)
     return [Value(name, result.meta.sync.op, number) for number in (result.value, *samples)]
-
-
-# Values of a step.
-
-
-class _Step:
-    """The values that this rank logs in one step, which are queued until they are reduced.
-
-    Args:
-        exchange: reduces the first values, see :func:`value_exchange.exchange`.
-        is_expected: whether every rank exchanges in this step, even without values.
-
-    Attributes:
-        has_logged: whether the step has logged any value.
-    """
-
-    def __init__(self, exchange: Callable[..., Exchanged], *, is_expected: bool) -> None:
-        self._exchange = exchange
-        # Whether every rank makes another exchange in this step, even without values.
-        self._needs_exchange = is_expected
-        self._queue: list[PendingTensor] = []
-        self.has_logged = False
-
-    def add(self, value: Value) -> PendingTensor:
-        """Queue a value, and return a tensor for its readers."""
-        pending = PendingTensor.of(value, self.flush)
-        self._queue.append(pending)
-        self.has_logged = True
-        return pending
-
-    def flush(self) -> None:
-        """Reduce the values that are queued. Collective if there are any."""
-        while self._queue:
-            self._exchange_queue()
-
-    def finish(self) -> None:
-        """Reduce the values that are queued, and join the exchanges that other ranks need.
-
-        Collective if there are any.
-        """
-        while self._queue or self._needs_exchange:
-            self._exchange_queue()
-
-    def _exchange_queue(self) -> None:
-        """Reduce the first queued values, as many as all ranks have sent. Collective."""
-        values = [pending.value for pending in self._queue]
-        results, self._needs_exchange = self._exchange(values, is_expected=self._needs_exchange)
-        reduced = self._queue[: len(results)]
-        for pending, result in zip(reduced, results, strict=True):
-            pending.settle(result)
-        del self._queue[: len(results)]
-
-    def discard(self) -> None:
-        """Give NaN to the readers of values that an exception has left in the queue."""
-        for pending in self._queue:
-            pending.settle(math.nan)
-        self._queue = []
 
 
 class PendingTensor(Tensor):

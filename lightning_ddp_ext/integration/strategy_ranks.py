@@ -73,13 +73,12 @@ def enter_decision(caller: object) -> None:
     Args:
         caller: the object whose method requests it, if it is known.
     """
-    what = "a decision of all ranks (reduce_boolean_decision)"
-    if isinstance(caller, pl.Callback):
-        what = f"a decision of {type(caller).__name__}"
+    is_callbacks = isinstance(caller, pl.Callback)
+    requester = type(caller).__name__ if is_callbacks else "all ranks (reduce_boolean_decision)"
     # Callbacks that stop or save by a logged value have its name.
     monitor = getattr(caller, "monitor", None)
     remedy = f"log {monitor!r} on every rank, in the same steps" if monitor else ""
-    enter_call(what, remedy=remedy)
+    enter_call(f"a decision of {requester}", remedy=remedy)
 
 
 def enter_work(what: str) -> None:

@@ -92,11 +92,14 @@ def exchange(
     """
     context = current()
     if context is not None and not is_expected:
-        what = f"the reduction of {_names_of(values)}"
-        context.barriers.enter(what, call_site(), name="a reduction of logged values")
+        context.barriers.enter(
+            f"the reduction of {_names_of(values)}",
+            call_site(),
+            name="a reduction of logged values",
+        )
     group = None
     if is_gloo(device):
-        device = torch.device("cpu")
+        device = torch.device("cpu")  # that of the message
         if context is not None:  # other code's collectives must not mix with these
             group = context.new_group(backend="gloo", purpose="logged values")
     message = _message_of(values[:_PER_MESSAGE], device)
@@ -130,15 +133,14 @@ def _reduce_first(
     digests, rows = received.unbind(1)
     sent_by_all = int((digests != 0).sum(1).min())
     differs = (digests != digests[0]).any(0).tolist()  # at each position of a message
-    # At the first position, a rank without values also differs from one that has some.
+    # If a rank has sent nothing, the first position must be empty on all ranks.
     if any(differs[: max(sent_by_all, 1)]):
         raise _mismatch(values[differs.index(True) :], group)
     if idle_ranks:
         rows = rows[[rank for rank in range(len(rows)) if rank not in idle_ranks]]
-    results = _results(values[:sent_by_all], rows)
-    # After the values that all have sent, only the ranks that have more sent digests.
+    # After the values that all ranks have sent, only a rank that has more sends digests.
     needs_another = any(differs) or sent_by_all == _PER_MESSAGE
-    return Exchanged(results, needs_another)
+    return Exchanged(_results(values[:sent_by_all], rows), needs_another)
 
 
 def _results(values: Sequence[Value], rows: Tensor) -> list[Tensor]:
