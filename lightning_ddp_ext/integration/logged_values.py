@@ -173,9 +173,9 @@ class LoggedValues:
         value = Value(_name_of(result, on_step=True), reduce_op, tensor)
         if self._step is None:
             return self._exchange([value]).results[0]
+        self._logs_in_training = self._logs_in_training or trainer.training
         pending = PendingTensor.of(value, self.flush)
         self._step.queue.append(pending)
-        self._logs_in_training = self._logs_in_training or trainer.training
         return pending
 
     def _exchange_queue(self, step: _Step) -> None:

@@ -1,8 +1,9 @@
 """Make calls on all ranks of a strategy together, and name them in errors.
 
 Before a **named call**, each rank waits until all ranks make it. If one skips it or makes
-another call, the error on every rank names the call and that rank. :func:`ranks_of` then
-exchanges values. If NCCL was aborted meanwhile, the last section tells what that changed.
+another call, the error on every rank names the call and that rank. In the call, the ranks
+exchange values by :func:`ranks_of` or by Lightning's own collectives. As NCCL's return when
+they are aborted, the functions of the last section check what they have left.
 """
 
 from __future__ import annotations
