@@ -17,11 +17,10 @@ from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.runs import Run, current_run
 from lightning_ddp_ext.supervision.failure import explain, may_be_echo
-from lightning_ddp_ext.supervision.stacks import call_site
 
 from .private.compat import trainer_of
 from .private.lightning_tree import TrainerStatus, pl
-from .strategy_ranks import kind_of, ranks_of
+from .strategy_ranks import enter_work, ranks_of
 
 
 class Cooperation(IntEnum):
@@ -140,11 +139,10 @@ class CooperatingRanks:
         Args:
             what: a description of the block, whose first word is the same on every rank.
         """
-        context = current()
         ranks = ranks_of(self._strategy)
         try:
-            if context is not None and ranks.world_size > 1:
-                context.barriers.enter(what, call_site(), name=kind_of(what))
+            if ranks.world_size > 1:
+                enter_work(what)
             yield ranks
         except (DDPExtError, OSError):  # they name the rank or the file
             raise

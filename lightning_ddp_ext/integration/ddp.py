@@ -1,4 +1,13 @@
-"""Make DDP average unfrozen parameters, and name unused ones in its error."""
+"""Handle steps that train other parameters than those that DDP averages.
+
+When DDP is built, it leaves out frozen parameters and averages the gradients of all others.
+A later step may differ in two ways:
+
+- It trains a parameter that DDP leaves out, because it was unfrozen since then. DDP is
+  built again before the step.
+- Its backward pass does not reach a parameter that DDP averages. DDP's error gets the names
+  of these unused parameters, and a remedy.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp_ext.errors import DivergenceError
 from lightning_ddp_ext.rank_lists import listed
 
-from .named_calls import enter_call
 from .private.compat import unwrap_ddp
 from .start.devices import RankDevicesStrategy
+from .strategy_ranks import enter_call
 
 
 class GradientAveraging:
-    """Makes DDP also average gradients that it would leave out, and names unused parameters.
+    """The parameters that DDP averages and those that it leaves out.
 
-    :meth:`on_ddp_formed` is called whenever DDP has wrapped the module.
+    The strategy calls :meth:`on_ddp_formed` whenever DDP has wrapped the module, and the
+    other methods in a step, while there are frozen parameters.
 
     Args:
         strategy: our strategy.
@@ -55,8 +65,8 @@ class GradientAveraging:
     # Parameters that are unfrozen during training; see
     # https://github.com/Lightning-AI/pytorch-lightning/issues/20340.
 
-    def include_unfrozen(self) -> None:
-        """Build DDP again before a step, if parameters were unfrozen after it was built.
+    def before_step(self) -> None:
+        """Build DDP again if parameters were unfrozen after it was built.
 
         It then averages these as well. Collective if there are such parameters.
 
@@ -70,8 +80,10 @@ class GradientAveraging:
         if self._is_accumulating and finds_unused:
             # A new DDP takes parameters for unused if only earlier batches used them.
             raise _refusal(unfrozen, "the first batch whose gradients are accumulated")
-        remedy = "unfreeze the same parameters on every rank, before the same step"
-        enter_call(f"a step that trains the unfrozen {listed(unfrozen)}", remedy=remedy)
+        enter_call(
+            f"a step that trains the unfrozen {listed(unfrozen)}",
+            remedy="unfreeze the same parameters on every rank, before the same step",
+        )
         self._build_ddp_again()
 
     def _build_ddp_again(self) -> None:
@@ -85,16 +97,25 @@ class GradientAveraging:
         unwrap_ddp(self._strategy)
         for parameter in frozen_now:
             parameter.requires_grad_(True)
-        self._strategy.configure_ddp()  # calls `on_ddp_formed`
-        for parameter in frozen_now:
-            parameter.requires_grad_(False)
+        try:
+            self._strategy.configure_ddp()  # calls `on_ddp_formed`
+        finally:
+            for parameter in frozen_now:
+                parameter.requires_grad_(False)
         self._wait_for_gpu()
 
-    def refuse_unfrozen(self) -> None:
-        """Raise before a backward pass if parameters were unfrozen within the step.
+    def _wait_for_gpu(self) -> None:
+        """Wait for all streams, since Lightning builds DDP in one of its own."""
+        if self._strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(self._strategy.root_device)
+
+    def before_backward(self) -> None:
+        """Refuse parameters that were unfrozen within the step.
+
+        Also record whether this backward pass leaves its gradients to a later one.
 
         Raises:
-            DivergenceError: DDP would not average their gradients.
+            DivergenceError: DDP would not average the gradients of these parameters.
         """
         unfrozen = self._unfrozen()
         if unfrozen:
@@ -105,10 +126,7 @@ class GradientAveraging:
     def _unfrozen(self) -> list[str]:
         return [name for name, parameter in self.frozen.items() if parameter.requires_grad]
 
-    def _wait_for_gpu(self) -> None:
-        """Wait for all streams, since Lightning builds DDP in one of its own."""
-        if self._strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(self._strategy.root_device)
+    # Parameters that a backward pass does not reach.
 
     def name_unused(self, error: RuntimeError) -> None:
         """Prepend names and a remedy to DDP's message about unused parameters.
@@ -116,34 +134,21 @@ class GradientAveraging:
         The other ranks then report them too. Other errors are unchanged.
         """
         message = str(error)
-        unused = _unused_in(message)
-        if unused is None:
+        # HACK: only the text of torch's error lists these parameters, by their numbers in DDP's
+        # order; see Reducer::ensure_prior_reduction_finished in torch's reducer.cpp.
+        unused = re.search(r"which did not receive grad for rank (\d+): ([\d ]+)", message)
+        if unused is None or "find_unused_parameters" not in message:
             return
-        rank, numbers = unused
-        averaged = list(self._averaged)
-        names = [averaged[number] for number in numbers if number < len(averaged)]
-        sentence = (
+        rank, numbers = unused.groups()
+        averaged = dict(enumerate(self._averaged))
+        names = [averaged[number] for number in map(int, numbers.split()) if number in averaged]
+        error.args = (
             f"a backward pass on rank {rank} did not reach these parameters:"
             f" {listed(names)}; DDP waits for their gradients in each backward"
             " pass. If the loss is not to depend on them, choose"
             " strategy='ddp_ext_find_unused_parameters_true', or"
-            " DDPExtStrategy(find_unused_parameters=True)"
+            f" DDPExtStrategy(find_unused_parameters=True)\n{message}",
         )
-        error.args = (f"{sentence}\n{message}",)
-
-
-def _unused_in(message: str) -> tuple[str, list[int]] | None:
-    """Return the rank and the parameters that DDP's error about unused parameters names.
-
-    Parameters are numbers in DDP's order. Return ``None`` for another message.
-    """
-    # HACK: only the text of torch's error lists these parameters; see
-    # Reducer::ensure_prior_reduction_finished in torch's reducer.cpp.
-    unused = re.search(r"which did not receive grad for rank (\d+): ([\d ]+)", message)
-    if unused is None or "find_unused_parameters" not in message:
-        return None
-    rank, numbers = unused.groups()
-    return rank, [int(number) for number in numbers.split()]
 
 
 def _refusal(unfrozen: list[str], too_late: str) -> DivergenceError:

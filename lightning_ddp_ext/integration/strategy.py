@@ -49,7 +49,6 @@ from .data.resume import ResumeData
 from .data.training_loaders import UnevenMode
 from .ddp import GradientAveraging
 from .logged_values import LoggedValues, Reduction
-from .named_calls import enter_broadcast, enter_call, enter_decision
 from .options import refuse_accumulating_static_graph, refuse_mistyped, refuse_unknown
 from .private.compat import trainer_of
 from .private.lightning_tree import ClusterEnvironment, pl, refuse_other_tree
@@ -60,7 +59,7 @@ from .start.joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, Rendezvous
 from .start.launchers import Collaborators, ProcessesLauncher, ScriptLauncher
 from .stopping.last_step import LastStepSaver
 from .stopping.stops import StopController, default_deadline
-from .strategy_ranks import check_received
+from .strategy_ranks import check_received, enter_broadcast, enter_call, enter_decision
 from .sync_batchnorm import RanksLayerSync
 
 T = TypeVar("T")
@@ -408,7 +407,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         self._data.resume.on_train_batch_start()
         self._data.uneven.on_train_batch_start(batch)
         if self._averaging.frozen:
-            self._averaging.include_unfrozen()
+            self._averaging.before_step()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -425,7 +424,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     ) -> torch.Tensor:
         self._metrics.flush()  # before DDP's collectives, as in the calls below
         if self._averaging.frozen:
-            self._averaging.refuse_unfrozen()
+            self._averaging.before_backward()
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override

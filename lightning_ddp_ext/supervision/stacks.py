@@ -26,6 +26,7 @@ WAITS_IF_INNERMOST = (
     "lightning_ddp_ext.ranks.",
     "lightning_ddp_ext.batchnorm.sync_context.",
     *(f"{integration}.logged_values." for integration in ADAPTERS.values()),
+    *(f"{integration}.value_exchange." for integration in ADAPTERS.values()),
     *(f"{integration}.data.training_loaders." for integration in ADAPTERS.values()),
 )
 # A backward pass waits for the gradients of other ranks in C++.

@@ -13,9 +13,9 @@ from lightning_ddp_ext.arguments import integer
 from lightning_ddp_ext.checksum import raise_if_different
 from lightning_ddp_ext.errors import ConfigurationError
 
-from ..private.compat import averages_models
+from ..private.compat import averages_models, is_sharded
 from ..private.lightning_tree import pl
-from ..strategy_ranks import is_sharded, ranks_of
+from ..strategy_ranks import ranks_of
 
 
 class RankConsistency(pl.Callback):

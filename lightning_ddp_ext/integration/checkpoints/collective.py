@@ -22,7 +22,7 @@ from ..cooperation import CooperatingRanks
 from ..private.compat import trainer_of
 from ..private.lightning_tree import fabric, pl, rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
-from ..strategy_ranks import may_have_partial_sums, ranks_of
+from ..strategy_ranks import ranks_of, wait_and_detect_abort
 from .background import BackgroundSaves
 from .checkpoint_io import RankZeroCheckpointIO, given
 from .kept_weights import may_be_kept
@@ -115,7 +115,7 @@ class Checkpoints:
             Exception: the error of rank 0's save, on every rank.
         """
         save = _Save(checkpoint, path, storage_options, add_states)
-        if may_have_partial_sums(self._strategy):
+        if wait_and_detect_abort(self._strategy):
             self._refuse_to_save(path)
         elif self.ranks.can_save_together:
             self._save_together(save)
@@ -191,7 +191,7 @@ class Checkpoints:
 
     def remove(self, path: PathOrUrl) -> None:
         """Remove a checkpoint on rank 0. Collective: every rank must call it."""
-        if may_have_partial_sums(self._strategy):
+        if wait_and_detect_abort(self._strategy):
             return  # the checkpoint that replaces it was not saved
         if self.background.is_in_use:
             self.background.remove_after_save(path)

@@ -2,9 +2,7 @@
 
 1. :meth:`Evaluation.prepare` makes a loader read :class:`EvenBatches`. If the samples do
    not divide evenly, some ranks repeat a sample in the last batch.
-2. When an iterator from :meth:`Evaluation.start` yields a batch, the ranks that repeat a
-   sample in it are recorded.
-3. :meth:`Evaluation.step` makes these ranks **idle** in the step of that batch: the batch
+2. :meth:`Evaluation.step` makes these ranks **idle** in the step of that batch: the batch
    does not count there.
 
 An idle rank runs the same step as the other ranks, which wait for it in collectives.
@@ -13,8 +11,8 @@ Afterwards its logged values and metrics are restored.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import ceil
@@ -24,13 +22,13 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
 from lightning_ddp_ext.data.division import can_count_once
-from lightning_ddp_ext.data.inspection import each_of, index_sampler_of
+from lightning_ddp_ext.data.inspection import index_sampler_of
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.position import global_order_of
 from lightning_ddp_ext.data.proxy import iterable_of
 from lightning_ddp_ext.data.samplers import GlobalOrderSampler
 
-from ..private.compat import active_loop_of, mode_of, takes_iterator
+from ..private.compat import active_loop_of, evaluated_loader_of, mode_of, takes_iterator
 from ..private.lightning_tree import RunningStage
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import ranks_of
@@ -60,14 +58,15 @@ class Evaluation:
     def __init__(self, strategy: RankDevicesStrategy, *, is_exact: bool) -> None:
         self._strategy = strategy
         self.is_exact = is_exact
-        self.end()
+        self.idle_ranks: tuple[int, ...] = ()
+        self.is_idle = False
+        # The number of steps that have begun, by the number of the loader.
+        self._steps: Counter[int] = Counter()
 
     def end(self) -> None:
         """End the evaluation, after which no rank is idle."""
-        # For each batch that was read, until its step: Lightning may read ahead.
-        self._idle_ranks_of_steps: deque[tuple[int, ...]] = deque()
-        self.idle_ranks: tuple[int, ...] = ()
         self.is_idle = False
+        self._steps.clear()
 
     def prepare(self, loader: DistributedLoader, stage: RunningStage) -> None:
         """Make a loader read even batches, if all ranks can and have equally many samples.
@@ -78,58 +77,51 @@ class Evaluation:
         # A step that takes an iterator may fetch several batches, of which some count.
         if not self.is_exact or is_alone or takes_iterator(self._strategy.lightning_module, stage):
             return
-        even = self._even_batches(loader)
+        even = self._make_even(loader)
         own_samples = None if even is None else even.sampler.length
         samples_by_rank = ranks_of(self._strategy).gather(own_samples)
         if even is not None and len(set(samples_by_rank)) == 1:
             loader.read_indices(even)
 
-    def _even_batches(self, loader: DistributedLoader) -> EvenBatches | None:
+    def _make_even(self, loader: DistributedLoader) -> EvenBatches | None:
         """Return even batches for a loader, or ``None`` to keep its own batches."""
         sampler = global_order_of(loader.loader)
         if sampler is None or not can_count_once(loader.loader):
             return None
         should_count_once = loader.is_divided or sampler.uneven == "exact"
         # Idle ranks are the sampler's, and a user may have given it others than ours.
-        strategy_ranks = (self._strategy.world_size, self._strategy.global_rank)
-        if not should_count_once or (sampler.num_replicas, sampler.rank) != strategy_ranks:
+        own_place = (self._strategy.world_size, self._strategy.global_rank)
+        if not should_count_once or (sampler.num_replicas, sampler.rank) != own_place:
             return None
-        index_sampler: Any = index_sampler_of(loader.loader)
-        return EvenBatches(index_sampler, sampler, active_loop_of(self._strategy.current_trainer))
-
-    def start(self, loader: DistributedLoader) -> Iterator[Any]:
-        """Start an iterator now, while the caller has set the seed of its workers."""
-        even = iterable_of(index_sampler_of(loader.loader))
-        idle_ranks = even.repeating_ranks() if isinstance(even, EvenBatches) else ()
-        last = len(loader.loader) - 1 if idle_ranks else -1  # others may have no length
-        return self._recorded(iter(loader.loader), last, idle_ranks)
-
-    def _recorded(
-        self, batches: Iterator[Any], last: int, idle_ranks: tuple[int, ...]
-    ) -> Iterator[Any]:
-        """Yield batches, and record for each which ranks are idle in its step.
-
-        Args:
-            batches: the batches of this rank.
-            last: the number of the batch in which ``idle_ranks`` are idle, from 0.
-            idle_ranks: may be empty.
-        """
-        for number, batch in enumerate(each_of(batches)):
-            self._idle_ranks_of_steps.append(idle_ranks if number == last else ())
-            yield batch
+        loop = active_loop_of(self._strategy.current_trainer)
+        return EvenBatches(
+            index_sampler_of(loader.loader),
+            sampler,
+            # In another mode, a step has batches of several loaders.
+            has_own_steps=lambda: mode_of(loop) == "sequential",
+        )
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run a step in the block; on an idle rank, restore logged values and metrics after it."""
-        steps = self._idle_ranks_of_steps
-        self.idle_ranks = steps.popleft() if steps else ()
-        self.is_idle = self._strategy.global_rank in self.idle_ranks
         trainer = self._strategy.current_trainer
+        self.idle_ranks = self._count_step(*evaluated_loader_of(trainer))
+        self.is_idle = self._strategy.global_rank in self.idle_ranks
         try:
             with restoring_metrics(trainer) if self.is_idle else nullcontext():
                 yield
         finally:
             self.idle_ranks = ()
+
+    def _count_step(self, number: int, loader: Any) -> tuple[int, ...]:
+        """Count a step with a batch of the loader of this number, and return its idle ranks.
+
+        Lightning may read batches ahead, but runs their steps in the same order.
+        """
+        self._steps[number] += 1
+        even = iterable_of(index_sampler_of(loader))
+        is_last = isinstance(even, EvenBatches) and self._steps[number] == len(even)
+        return even.repeating_ranks() if is_last else ()
 
 
 class EvenBatches:
@@ -145,8 +137,9 @@ class EvenBatches:
         index_sampler: the loader's own: a ``BatchSampler`` over ``sampler``, or
             ``sampler`` itself, whose items are then read one by one.
         sampler: one of our samplers.
-        loop: the loop that reads the loader, if any. If its steps have batches of
-            several loaders, the batches are those of ``index_sampler``.
+        has_own_steps: called at each use: whether each batch has a step of its own.
+            Otherwise the batches are those of ``index_sampler``. Lightning decides this
+            after it has prepared the loaders.
 
     >>> from torch.utils.data import BatchSampler
     >>> from lightning_ddp_ext.data.samplers import ExactDistributedSampler
@@ -159,36 +152,35 @@ class EvenBatches:
         self,
         index_sampler: BatchSampler | GlobalOrderSampler,
         sampler: GlobalOrderSampler,
-        loop: Any = None,
+        *,
+        has_own_steps: Callable[[], bool] = lambda: True,
     ) -> None:
         self._index_sampler = index_sampler
         self.sampler = sampler
-        self._loop = loop
+        self._has_own_steps = has_own_steps
         self._batch_size: int | None = getattr(index_sampler, "batch_size", None)
 
     def repeating_ranks(self) -> tuple[int, ...]:
-        """Return the ranks that repeat a sample in the last batch.
-
-        There are none while the loop's steps have batches of several loaders.
-        """
+        """Return the ranks that repeat a sample in the last batch."""
         world_size = self.sampler.num_replicas
         left_over = self.sampler.length % world_size
-        is_separate = left_over > 0 and mode_of(self._loop) == "sequential"
-        return tuple(range(left_over, world_size)) if is_separate else ()
+        if left_over == 0 or not self._has_own_steps():
+            return ()
+        return tuple(range(left_over, world_size))
 
     def __iter__(self) -> Iterator[Any]:
         if not self.repeating_ranks():
             yield from self._index_sampler
             return
-        order = self.sampler.compute_order()
-        # The repeating ranks read one of the first items of the order last.
         shard = replace(self.sampler.shard(0), uneven="pad")
+        # On the repeating ranks, the last item is one of the first of the order.
+        order = self.sampler.compute_order()
         items = order.items_at(shard.positions(0, len(shard))).tolist()
         if self._batch_size is None:
             yield from items
-            return
-        yield from BatchSampler(items[:-1], self._batch_size, drop_last=False)
-        yield items[-1:]
+        else:
+            yield from BatchSampler(items[:-1], self._batch_size, drop_last=False)
+            yield items[-1:]
 
     def __len__(self) -> int:
         if not self.repeating_ranks():

@@ -34,11 +34,10 @@ def restoring_metrics(trainer: Any) -> Iterator[None]:
     earlier = {id(metric): _copied_states(metric) for metric in _metrics_to_restore(trainer)}
     yield
     for metric in _metrics_to_restore(trainer):
-        # Without earlier states, a metric is new, or a wrapper that has no states at all.
-        states = earlier.get(id(metric)) or copy.deepcopy(metric._defaults)
+        states = earlier[id(metric)] if id(metric) in earlier else _neutral_states(metric)
         attributes = vars(metric)
-        for name in states.keys() & attributes.keys():  # a wrapper's are those of its metric
-            attributes[name] = _with_form_of(attributes[name], states[name])
+        for name, state in states.items():
+            attributes[name] = _with_form_of(attributes[name], state)
 
 
 def _copied_states(metric: Metric) -> dict[str, Any]:
@@ -53,6 +52,18 @@ def _copied_states(metric: Metric) -> dict[str, Any]:
     }
 
 
+def _neutral_states(metric: Metric) -> dict[str, Any]:
+    """Return a metric's states before its first update, by name.
+
+    A wrapper may have the defaults of the metric in it, which has the states.
+    """
+    return {
+        name: copy.deepcopy(default)
+        for name, default in metric._defaults.items()
+        if name in vars(metric)
+    }
+
+
 def _metrics_to_restore(trainer: Any) -> list[Metric]:
     """Return the metrics and logged values that the step must not change.
 
@@ -60,15 +71,18 @@ def _metrics_to_restore(trainer: Any) -> list[Metric]:
     torchmetrics gathers item by item, because it must have the same number of items on
     all ranks.
     """
-    logged = results_of(trainer).values()  # each one is a metric itself
-    reduced = [
+    # Lightning keeps a logged value in a metric of its own, which contains a number or refers
+    # to a metric that the user has logged.
+    results = results_of(trainer).values()
+    logged_metrics = [result.value for result in results if not result.is_tensor]
+    reduced_numbers = [
         result
-        for result in logged
+        for result in results
         if result.is_tensor and result.meta.sync.should and not result.meta.sync.rank_zero_only
     ]
-    roots = [trainer.lightning_module, *(result.value for result in logged if not result.is_tensor)]
-    metrics = [metric for root in roots for metric in root.modules() if isinstance(metric, Metric)]
-    return [metric for metric in (*reduced, *metrics) if not _gathers_items(metric)]
+    roots = [trainer.lightning_module, *logged_metrics]
+    users = [metric for root in roots for metric in root.modules() if isinstance(metric, Metric)]
+    return [metric for metric in (*reduced_numbers, *users) if not _gathers_items(metric)]
 
 
 def _gathers_items(metric: Metric) -> bool:

@@ -58,13 +58,12 @@ import torch
 from lightning_ddp_ext.data.random_state import record_random_state, restore_random_state
 
 from ..cooperation import CooperatingRanks
-from ..named_calls import report_step
 from ..private.compat import end_epoch_after, end_restart, fetcher_of
 from ..private.lightning_tree import pl, rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
 from ..start.devices import RankDevicesStrategy
 from ..stopping.stops import StopController
-from ..strategy_ranks import ranks_of
+from ..strategy_ranks import ranks_of, report_step
 from .loop_state import (
     ResumePoint,
     change_to,

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of
 from ..private.lightning_tree import rank_zero_warn
 from ..start.devices import RankDevicesStrategy
-from ..strategy_ranks import group_of_small_collectives, ranks_of, refuse
+from ..strategy_ranks import group_of_small_collectives, ranks_of
 from .orders import training_loaders_of
 
 UnevenMode = Literal["stop_at_shortest"]
@@ -87,8 +87,7 @@ class UnevenInputs:
         lengths = tuple(ranks_of(self._strategy).gather(length_or_inf(loader)))
         shortest = min(lengths)
         if shortest < math.inf and math.inf in lengths:
-            refuse(
-                self._strategy,
+            self._refuse(
                 SamplingError(
                     f"training loader {type(loader).__name__} must have a length on every"
                     f" rank or on none, or training would hang (lengths by rank: {lengths}; inf"
@@ -144,8 +143,7 @@ class UnevenInputs:
         if all(order == common for order in orders):
             return
         differing = [listed(sorted(order - common)) or "none" for order in orders]
-        refuse(
-            self._strategy,
+        self._refuse(
             SamplingError(
                 "the ranks cannot share out the samples, because their samplers differ"
                 f" ({_by_rank(differing)}); create the same dataset and sampler on every rank,"
@@ -161,8 +159,7 @@ class UnevenInputs:
         steps = trainer.global_step + math.ceil(fewest / trainer.accumulate_grad_batches)
         if trainer.max_steps != -1 and steps >= trainer.max_steps:
             return
-        refuse(
-            self._strategy,
+        self._refuse(
             SamplingError(
                 f"the ranks have different numbers of training batches ({_by_rank(lengths)}), so"
                 f" some ranks would wait forever after {fewest} batches; pass"
@@ -170,6 +167,14 @@ class UnevenInputs:
                 " drop_last=True so that every rank gets the same number of batches"
             ),
         )
+
+    def _refuse(self, error: SamplingError) -> NoReturn:
+        """Raise an error that every rank has found, after a barrier. Collective.
+
+        Without the barrier, slower ranks may report another failure.
+        """
+        self._strategy.barrier("before an error")
+        raise error
 
 
 def _checksums(batch: Any) -> tuple[int, ...]:

@@ -104,6 +104,12 @@ def active_loop_of(trainer: Any) -> Any:
     return private(trainer, "_active_loop")
 
 
+def evaluated_loader_of(trainer: Any) -> tuple[int, Any]:
+    """Return number and loader of the current step's batch, if a step has a single one."""
+    number = private(trainer, "_results", "dataloader_idx") or 0  # `None` with a single loader
+    return number, combined_loader_of(active_loop_of(trainer)).flattened[number]
+
+
 def end_restart(fit_loop: Any) -> None:
     """Make a fit loop continue as if it had not been restarted.
 
@@ -315,6 +321,12 @@ def averages_models(strategy: pl.strategies.Strategy) -> bool:
     """
     is_ddp = isinstance(strategy, pl.strategies.DDPStrategy)
     return is_ddp and private(strategy, "_model_averager") is not None
+
+
+def is_sharded(optimizer: object) -> bool:
+    """Whether each rank has only a shard of the optimiser's state."""
+    classes = [base.__name__ for base in type(optimizer).__mro__]
+    return "ZeroRedundancyOptimizer" in classes  # by name, because importing it is slow
 
 
 def unwrap_ddp(strategy: Any) -> None:

@@ -36,11 +36,12 @@ from ..private.compat import (
     is_in_closure,
     is_in_optimizer_step,
     is_in_tuner,
+    is_sharded,
     validates_next,
 )
 from ..private.lightning_tree import pl
 from ..start.devices import RankDevicesStrategy
-from ..strategy_ranks import is_sharded, may_have_partial_sums
+from ..strategy_ranks import wait_and_detect_abort
 from .stops import StopController
 
 
@@ -197,7 +198,7 @@ class LastStepSaver:
             raise Refused("the next step had started to change the weights")
         if not self._stops.weights.match(module):
             raise Refused("a hook has swapped the weights for this validation")
-        if may_have_partial_sums(self._strategy):
+        if wait_and_detect_abort(self._strategy):
             raise Refused(
                 "NCCL was aborted, and a step may have used the gradients of only some ranks"
             )
