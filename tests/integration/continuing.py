@@ -36,7 +36,7 @@ from tests.harness.training import (
     warnings_with,
 )
 
-Loaders = Callable[[int, int], Any]  # of a rank in a world of this size
+Loaders = Callable[[], Any]  # makes one loader or several
 
 # What is read.
 
@@ -115,18 +115,20 @@ def workers(number: int = 1, **options: Any) -> dict[str, Any]:
 KEPT = workers(persistent_workers=True)
 
 
-def stream(samples: int, **options: Any) -> Loaders:
-    """Return loaders of batches of two numbers of each rank's own stream."""
-    return lambda rank, world_size: DataLoader(Stream(samples, rank), batch_size=2, **options)
+def stream(samples: int, rank: int, **options: Any) -> DataLoader[Any]:
+    """Return a loader of a rank's own stream, in batches of two."""
+    return DataLoader(Stream(samples, rank), batch_size=2, **options)
 
 
-def loader(length: int, **options: Any) -> Callable[[], DataLoader[Any]]:
-    """Return a loader of numbers, in batches of two unless the options say otherwise."""
+def loader(length: int, **options: Any) -> Loaders:
+    """Return a function that makes a loader of numbers, in batches of two unless the options
+    say otherwise.
+    """
     chosen = options if "batch_sampler" in options else {"batch_size": 2, **options}
-    return lambda: DataLoader(Numbers(length), **chosen)
+    return partial(DataLoader, Numbers(length), **chosen)
 
 
-def shuffled(samples: int = 12, **options: Any) -> Callable[[], Any]:
+def shuffled(samples: int = 12, **options: Any) -> Loaders:
     """Return a function that makes a shuffled loader with batches of two samples."""
     return loader(samples, **{"shuffle": True, **options})
 
@@ -183,7 +185,7 @@ class Net(L.LightningModule):
 
     def __init__(
         self,
-        loaders: Callable[[], Any],
+        loaders: Loaders,
         *,
         dropout: float = 0.5,
         validation: Mapping[str, Any] = MappingProxyType({}),
@@ -247,7 +249,7 @@ Batches = dict[int, list[list[int]]]  # by epoch
 def read(
     kind: Kind,
     directory: Path,
-    make: Callable[[], Any],
+    make: Loaders,
     callbacks: Sequence[L.Callback] = (),
     **options: Any,
 ) -> Batches:
@@ -335,7 +337,7 @@ class Training:
         side: whether the strategy is ours or stock's.
     """
 
-    loaders: Callable[[], Any]
+    loaders: Loaders
     directory: Path
     devices: int = 2
     options: dict[str, Any] = field(default_factory=dict)
