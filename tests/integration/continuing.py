@@ -406,49 +406,44 @@ def difference(whole: Run, done: int, resumed: Run, *, batches_of_step: int = 1)
 
     Return an empty string if both are equal.
     """
-    # Batches after the last optimiser step are trained on again.
-    repeated = len(resumed.steps) - len(whole.steps[done:])
-    if not 0 <= repeated < batches_of_step or resumed.steps != whole.steps[done - repeated :]:
+    steps = _last(whole.steps, len(resumed.steps))
+    repeated = len(resumed.steps) - len(whole.steps[done:])  # those after the last optimiser step
+    if not 0 <= repeated < batches_of_step or resumed.steps != steps:
         return f"reads {resumed.steps} instead of {whole.steps[done:]}"
     if resumed.steps and resumed.counts != whole.counts:
         return f"counts {resumed.counts} instead of {whole.counts}"
-    if resumed.events != whole.events[len(whole.events) - len(resumed.events) :]:
+    if resumed.events != _last(whole.events, len(resumed.events)):
         return f"continues with {resumed.events} after {whole.events}"
     return "" if torch.equal(resumed.weights, whole.weights) else "ends with other weights"
 
 
-def generations(training: Training, *points: Sequence[str]) -> dict[str, str]:
-    """Resume a run, the resumed runs, and so on; return the differences from the whole run.
+def _last(items: list[Any], number: int) -> list[Any]:
+    return items[len(items) - number :]
+
+
+def generations(
+    training: Training, points: Sequence[str], later_points: Sequence[str] = ()
+) -> dict[str, str]:
+    """Resume a run at each of its points, and the resumed runs at each of the later ones; return
+    the differences from the whole run.
 
     The keys are the points at which the checkpoints were saved, such as
-    "train_batch_end-1/train_batch_end-4".
-
-    Args:
-        training: the training.
-        points: those at which the whole run is saved, those at which each resumed run
-            is saved, and so on. The last runs save nothing, which shows that saving
-            changes nothing.
+    "train_batch_end-1/train_batch_end-4". The last runs save nothing, which shows that
+    saving changes nothing.
     """
-    whole = training.run(*points[0])
-    return dict(_differences_after(whole, "", training, whole, points))
-
-
-def _differences_after(
-    run: Run, name: str, training: Training, whole: Run, points: Sequence[Sequence[str]]
-) -> Iterator[tuple[str, str]]:
-    """Resume a run at the first of ``points``, and the resumed runs at the later ones; yield
-    the names and differences of those that differ from the whole run.
-    """
-    resumed_at, *later_points = points
-    saved_at = later_points[0] if later_points else ()
+    whole = training.run(*points)
     batches_of_step = training.options.get("accumulate_grad_batches", 1)
-    for point in resumed_at:
-        later_name = f"{name}/{point}".removeprefix("/")
-        own_folder = replace(training, name=f"{training.name}/{later_name}")
+    differences: dict[str, str] = {}
+
+    def resume_at(point: str, run: Run, name: str, *saved_at: str) -> Run:
+        own_folder = replace(training, name=f"{training.name}/{name}")
         resumed = own_folder.run(*saved_at, ckpt_path=run.saved[point])
         done = int(point.rpartition("-")[2])
-        text = difference(whole, done, resumed, batches_of_step=batches_of_step)
-        if text:
-            yield later_name, text
-        elif later_points:
-            yield from _differences_after(resumed, later_name, training, whole, later_points)
+        differences[name] = difference(whole, done, resumed, batches_of_step=batches_of_step)
+        return resumed
+
+    for point in points:
+        resumed = resume_at(point, whole, point, *later_points)
+        for later in later_points:
+            resume_at(later, resumed, f"{point}/{later}")
+    return {name: text for name, text in differences.items() if text}

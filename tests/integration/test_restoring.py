@@ -26,8 +26,8 @@ from tests.harness.ranks import HOST, free_port
 from tests.integration import checkpointing, continuing
 
 
-def resumed(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> dict[str, Any]:
-    """Return the state at the start of a resumed training, and the last step."""
+def resume(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> dict[str, Any]:
+    """Resume; return the state at the start of training, and the last step."""
     plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
     options = {"max_epochs": 2, "devices": int(os.environ["WORLD_SIZE"]), "plugins": plugins}
     trainer = checkpointing.trainer_for(kind, directory, RankZeroCheckpointIO(), **options)
@@ -52,7 +52,7 @@ def test_a_run_continues_with_all_that_was_saved(
     scaler = torch.amp.GradScaler("cpu", init_scale=12.0)
     before = checkpointing.train_and_save(path, [MixedPrecision("16-mixed", "cpu", scaler)])
     before["last step"] = before["step"] + 8 // world_size
-    results = training.on_ranks(kind, resumed, tmp_path, path, is_mapped, world_size=world_size)
+    results = training.on_ranks(kind, resume, tmp_path, path, is_mapped, world_size=world_size)
     training.assert_same(results, [before] * world_size)
 
 
@@ -67,8 +67,8 @@ class SwapsWeights(checkpointing.Net):
         loaded["layers.0.bias"] = torch.zeros(8)
 
 
-def evaluated(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> dict[str, Any]:
-    """Return what the hook saw and kept, the weights that were loaded, and whether the file
+def evaluate(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> dict[str, Any]:
+    """Test, and return what the hook saw and kept, the weights that were loaded, and whether the file
     is still mapped.
     """
     model = SwapsWeights()
@@ -91,7 +91,7 @@ def test_a_hook_chooses_what_is_loaded(
     path = tmp_path / "it.ckpt"
     before = checkpointing.train_and_save(path)["weights"]
     torch.save({**torch.load(path), "large": torch.zeros(MAPPED)}, path)
-    for rank in training.on_ranks(kind, evaluated, tmp_path, path, is_mapped):
+    for rank in training.on_ranks(kind, evaluate, tmp_path, path, is_mapped):
         assert not rank["is mapped"]
         training.assert_same(rank["seen"], before["layers.3.weight"])
         training.assert_same(rank["kept"], before["layers.0.bias"])
@@ -236,48 +236,58 @@ class Fault(NamedTuple):
     text: str
     error: str = "DamagedCheckpointError"
 
+    def is_named(self, message: str) -> bool:
+        """Whether a message, which begins with its class, is that of this fault."""
+        return message.startswith(f"{self.error}: ") and self.text in message
+
 
 MISMATCH = "is damaged: {} does not match the recorded CRC"
-FAULTS = [
+FAULTS = {
     # Of two records of equal size, side by side, each rank checks one.
-    Fault(partial(flip, record="data/1"), MISMATCH.format("data/1")),
-    Fault(partial(flip, record="data/2"), MISMATCH.format("data/2")),
-    Fault(partial(flip, record="data.pkl"), MISMATCH.format("data.pkl")),
-    Fault(lambda path: os.truncate(path, 999), "was probably truncated"),
-    Fault(lambda path: os.truncate(path, 0), "is not a checkpoint: its 0 bytes begin with b''"),
-    Fault(
+    "a record of rank 0": Fault(partial(flip, record="data/1"), MISMATCH.format("data/1")),
+    "a record of rank 1": Fault(partial(flip, record="data/2"), MISMATCH.format("data/2")),
+    "the pickle": Fault(partial(flip, record="data.pkl"), MISMATCH.format("data.pkl")),
+    "truncated": Fault(lambda path: os.truncate(path, 999), "was probably truncated"),
+    "empty": Fault(
+        lambda path: os.truncate(path, 0), "is not a checkpoint: its 0 bytes begin with b''"
+    ),
+    "text": Fault(
         lambda path: path.write_text("anything"),
         "is not a checkpoint: its 8 bytes begin with b'anyt'",
     ),
-    Fault(os.unlink, f".ckpt does not exist for rank 0 on host {HOST}", "FileNotFoundError"),
-    Fault(
+    "missing": Fault(
+        os.unlink, f".ckpt does not exist for rank 0 on host {HOST}", "FileNotFoundError"
+    ),
+    "a class": Fault(
         lambda path: set_entry(path, "hyper_parameters", argparse.Namespace(lr=0.1)),
         "add_safe_globals([argparse.Namespace])",
         "CheckpointError",
     ),
-    Fault(
+    "a call": Fault(
         lambda path: set_entry(path, "state_dict", WouldRun(path.parent / "it-ran")),
         "posix.mkdir",
         "CheckpointError",
     ),
-    Fault(
+    "no weights": Fault(
         lambda path: torch.save({"model": {}, "epoch": 3}, path),
         "has no entry 'state_dict'",
         "CheckpointError",
     ),
-    Fault(
+    "only weights": Fault(
         lambda path: torch.save(checkpointing.Net().state_dict(), path),
         "call model.load_state_dict(torch.load('",
         "CheckpointError",
     ),
-]
+}
 
 
-def refused(kind: training.Kind, directory: Path, files: list[Path], is_mapped: bool) -> list[str]:
-    """Return the error of each file, one after another in one process."""
-    errors = []
+def errors_of_tests(
+    kind: training.Kind, directory: Path, files: dict[str, Path], is_mapped: bool
+) -> dict[str, str]:
+    """Test with each file, one after another in one process; return the errors."""
+    errors = {}
     weights_only = True if kind == "stock" else None  # which is torch's own default
-    for file in files:
+    for name, file in files.items():
         path = checkpointing.reachable(file, directory, is_mapped=is_mapped)
         trainer = checkpointing.trainer_for(
             kind, directory, RankZeroCheckpointIO(weights_only=weights_only)
@@ -286,7 +296,7 @@ def refused(kind: training.Kind, directory: Path, files: list[Path], is_mapped: 
         error = training.raised(
             (CheckpointError, FileNotFoundError), trainer.test, checkpointing.Net(), **options
         )
-        errors.append(f"{type(error).__name__}: {error}")
+        errors[name] = f"{type(error).__name__}: {error}"
     return errors
 
 
@@ -296,18 +306,20 @@ def test_every_rank_names_the_fault_of_a_file(
     kind: training.Kind, is_mapped: bool, path: Path, tmp_path: Path
 ) -> None:
     """Damage is named by record, and refusals by class; nothing of a file is run."""
-    files = [Path(shutil.copy(path, tmp_path / f"{number}.ckpt")) for number in range(len(FAULTS))]
-    for file, fault in zip(files, FAULTS, strict=True):
-        fault.spoil(file)
-    errors, of_rank_1 = training.on_ranks(kind, refused, tmp_path, files, is_mapped)
+    files = {name: Path(shutil.copy(path, tmp_path / f"{name}.ckpt")) for name in FAULTS}
+    for name, fault in FAULTS.items():
+        fault.spoil(files[name])
+    errors, of_rank_1 = training.on_ranks(kind, errors_of_tests, tmp_path, files, is_mapped)
     assert errors == of_rank_1
-    for fault, message in zip(FAULTS, errors, strict=True):
-        assert message.startswith(f"{fault.error}: ")
-        assert fault.text in message
+    wrong = {name: error for name, error in errors.items() if not FAULTS[name].is_named(error)}
+    assert not wrong
     assert not (tmp_path / "it-ran").exists()
 
 
-def warned(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> list[str]:
+def warnings_of_test(
+    kind: training.Kind, directory: Path, path: Path, is_mapped: bool
+) -> list[str]:
+    """Test with a file; return the warnings about checksums."""
     path = checkpointing.reachable(path, directory, is_mapped=is_mapped)
     trainer = checkpointing.trainer_for(kind, directory, RankZeroCheckpointIO())
     with training.warnings_with("checksums") as told:
@@ -323,7 +335,7 @@ def test_a_file_without_checksums_is_read_with_a_warning(
     """Rank 0 warns, because changes to such a file cannot be detected."""
     with without_checksums():
         torch.save(torch.load(path, weights_only=False), path)
-    told, others = training.on_ranks(kind, warned, tmp_path, path, is_mapped)
+    told, others = training.on_ranks(kind, warnings_of_test, tmp_path, path, is_mapped)
     assert len(told) == 1
     shown = path if is_mapped else path.name
     assert told[0].startswith(f"checkpoint {shown} has no checksums, so damage cannot be detected")
@@ -333,7 +345,7 @@ def test_a_file_without_checksums_is_read_with_a_warning(
 # `ckpt_path="last"`.
 
 
-def last_on_rank_zero(kind: training.Kind, directory: Path) -> dict[str, Any]:
+def resume_last(kind: training.Kind, directory: Path) -> dict[str, Any]:
     """Resume from "last" in a directory that differs by rank, and is empty on rank 1."""
     callback = checkpointing.checkpoint_callback(
         kind, dirpath=directory / os.environ["RANK"], save_last=True
@@ -350,7 +362,7 @@ def test_last_is_what_rank_zero_finds(kind: training.Kind, tmp_path: Path) -> No
     for rank in ("0", "1"):
         (tmp_path / kind / rank).mkdir(parents=True)
     before = checkpointing.train_and_save(tmp_path / kind / "0" / "last.ckpt")
-    for state in training.on_ranks(kind, last_on_rank_zero, tmp_path):
+    for state in training.on_ranks(kind, resume_last, tmp_path):
         training.assert_same(state, before)
 
 
@@ -381,10 +393,43 @@ def run_command(
     return begun[0], trainer.global_step
 
 
-def refused_command(kind: training.Kind, directory: Path, kept: Path | str) -> str:
+def error_of_command(kind: training.Kind, directory: Path, kept: Path | str) -> str:
     """Return the error of a command that resumes."""
     error = training.raised(CheckpointError, run_command, kind, directory, kept)
     return f"{type(error).__name__}: {error}"
+
+
+class Stopped(NamedTuple):
+    """The checkpoints of a command that was stopped, and the step of the stop."""
+
+    kept: Path
+    at: int
+
+    @property
+    def newest(self) -> Path:
+        [path] = self.kept.glob("*/last-preempted.ckpt")
+        return path
+
+
+@pytest.fixture(scope="module")
+def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
+    """Stop a command in its second epoch."""
+    directory = tmp_path_factory.mktemp("stopped")
+    stop = training.signalled("on_train_batch_end", STEPS + 1, ranks=[1])
+    (begun_at, stopped_at), _ = training.on_ranks(
+        "ours", run_command, directory, directory / "kept", stop
+    )
+    assert begun_at == 0
+    assert stopped_at > STEPS + 1
+    return Stopped(directory / "kept", stopped_at)
+
+
+@pytest.fixture
+def stopped(stopped_once: Stopped, tmp_path: Path) -> Stopped:
+    """A copy of the stopped command's files, in which `last.ckpt` has a version."""
+    kept = Path(shutil.copytree(stopped_once.kept, tmp_path / "kept"))
+    (kept / "last.ckpt").rename(kept / "last-v1.ckpt")
+    return stopped_once._replace(kept=kept)
 
 
 def make_unreadable(path: Path) -> None:
@@ -392,43 +437,49 @@ def make_unreadable(path: Path) -> None:
     path.symlink_to("/proc/self/mem")  # where nothing is mapped, reading is an error
 
 
-def test_last_is_the_stop_checkpoint_even_if_it_cannot_be_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "begin", "remedy"),
+    [
+        pytest.param(
+            partial(flip, record="data/1"),
+            "DamagedCheckpointError: checkpoint {} is damaged: ",
+            "use an earlier checkpoint (with ckpt_path='last', delete this file)",
+            id="damaged",
+        ),
+        pytest.param(
+            make_unreadable,
+            "CheckpointError: checkpoint {} could not be read: OSError: ",
+            "",
+            id="unreadable",
+        ),
+    ],
+)
+def test_last_is_the_stop_checkpoint_even_if_it_cannot_be_read(
+    damage: Callable[[Path], object], begin: str, remedy: str, stopped: Stopped, tmp_path: Path
+) -> None:
     """Every rank names the file, also if its time is that of `last.ckpt`, as in a store that
     rounds times.
-
-    Once it is deleted, the same command continues with the one before, also if that has a
-    version in its name.
     """
-    kept = tmp_path / "kept"
-    stop = training.signalled("on_train_batch_end", STEPS + 1, ranks=[1])  # in the second epoch
-    (begun_at, stopped_at), _ = training.on_ranks("ours", run_command, tmp_path, kept, stop)
-    assert begun_at == 0
-    assert stopped_at > STEPS + 1
-    [newest] = kept.glob("*/last-preempted.ckpt")
-    (kept / "last.ckpt").rename(kept / "last-v1.ckpt")
-    remedy = "use an earlier checkpoint (with ckpt_path='last', delete this file)"
-    errors = {
-        partial(flip, record="data/1"): (
-            "DamagedCheckpointError: checkpoint {} is damaged: ",
-            remedy,
-        ),
-        make_unreadable: ("CheckpointError: checkpoint {} could not be read: OSError: ", ""),
-    }
-    for damage, (begin, end) in errors.items():
-        damage(newest)
-        for file in kept.rglob("*.ckpt"):
-            os.utime(file, (0, 0), follow_symlinks=False)
-        own, of_rank_1 = training.on_ranks("ours", refused_command, tmp_path, kept)
-        assert of_rank_1 == own
-        assert own.startswith(begin.format(newest))
-        assert end in own
-    newest.unlink()
-    (resumed_at, ended_at), _ = training.on_ranks("ours", run_command, tmp_path, kept)
-    assert resumed_at in range(STEPS, stopped_at + 1, STEPS), "an epoch's end"
+    damage(stopped.newest)
+    for file in stopped.kept.rglob("*.ckpt"):
+        os.utime(file, (0, 0), follow_symlinks=False)
+    own, of_rank_1 = training.on_ranks("ours", error_of_command, tmp_path, stopped.kept)
+    assert of_rank_1 == own
+    assert own.startswith(begin.format(stopped.newest))
+    assert remedy in own
+
+
+def test_without_the_stop_checkpoint_last_is_the_one_before(
+    stopped: Stopped, tmp_path: Path
+) -> None:
+    """The same command continues at the end of an epoch, also if the file's name has a version."""
+    stopped.newest.unlink()
+    (resumed_at, ended_at), _ = training.on_ranks("ours", run_command, tmp_path, stopped.kept)
+    assert resumed_at in range(STEPS, stopped.at + 1, STEPS), "an epoch's end"
     assert ended_at == EPOCHS * STEPS
 
 
-def resumed_from_a_store(kind: training.Kind, directory: Path) -> list[int]:
+def resume_from_store(kind: training.Kind, directory: Path) -> list[int]:
     """Return the steps at which two runs begin that save to the same URL."""
     begun: list[int] = []
     for epochs in (1, 2):
@@ -441,13 +492,13 @@ def resumed_from_a_store(kind: training.Kind, directory: Path) -> list[int]:
 
 def test_last_is_found_at_a_url(tmp_path: Path) -> None:
     """A file system lists files without the protocol of the URL."""
-    assert training.on_ranks("ours", resumed_from_a_store, tmp_path) == [[0, 4]] * 2
+    assert training.on_ranks("ours", resume_from_store, tmp_path) == [[0, 4]] * 2
 
 
 def test_a_url_that_cannot_be_reached_is_an_error_on_every_rank(tmp_path: Path) -> None:
     """It has the reason of the rank that searched, and a remedy."""
     url = f"http://127.0.0.1:{free_port()}/run"
-    error, of_rank_1 = training.on_ranks("ours", refused_command, tmp_path, url)
+    error, of_rank_1 = training.on_ranks("ours", error_of_command, tmp_path, url)
     assert of_rank_1 == error
     assert error.startswith(f"CheckpointError: cannot search {url} for checkpoints: ")
     assert "check that it can be reached, or pass the path of a checkpoint" in error

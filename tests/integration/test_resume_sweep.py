@@ -13,9 +13,8 @@ nightly`` cases of a new seed (``SWEEP_SEED``, ``SWEEP_COUNT``).
 
 import itertools
 import random
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -161,37 +160,19 @@ FACTORS: dict[str, dict[str, Any]] = {
         for before, after in ((2, 2), (1, 1), (3, 3), *itertools.permutations((1, 2, 3), 2))
     },
     "workers": {name: name for name in ("none", "fresh", "kept")},
-    "again": {"no": None, **SAVES},
-    "epoch": {"0": 0, "1": 1},
-    "optimizing": {name: name for name in ("each", "second", "manual")},
+    "again": {"no": None, **SAVES},  # where the resumed run saves, in the epoch after
+    "epoch": {"0": 0, "1": 1},  # in which the run stops
+    "optimizing": {name: name for name in ("each", "second", "manual")},  # at which batches
     "has_own_generator": {"no": False, "yes": True},
-    "is_injected": {"yes": True, "no": False},
+    "is_injected": {"yes": True, "no": False},  # Trainer(use_distributed_sampler=...)
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """One level of each factor.
+class Case(namedtuple("Case", FACTORS)):
+    """One level of each factor; these are its attributes.
 
     Set the variable ``SWEEP`` to its ``str`` to play it again.
-
-    Attributes:
-        again: where the resumed run saves, in the epoch after.
-        epoch: in which the run stops.
-        optimizing: at which batches.
-        is_injected: ``Trainer(use_distributed_sampler=...)``.
     """
-
-    sampler: Sampler
-    stop: Stop
-    loaders: int
-    ranks: Ranks
-    workers: str
-    again: Stop | None
-    epoch: int
-    optimizing: str
-    has_own_generator: bool
-    is_injected: bool
 
     def __str__(self) -> str:
         return " ".join(
@@ -288,7 +269,7 @@ def levels_of(case: Case) -> set[Any]:
     ranks change, after which less is compared.
     """
     divided = {("sampler", case.sampler), ("stop", case.stop)}
-    return {*vars(case).items(), *((level, case.keeps_ranks) for level in divided)}
+    return {*case._asdict().items(), *((level, case.keeps_ranks) for level in divided)}
 
 
 def cost_of(case: Case) -> float:

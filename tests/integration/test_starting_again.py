@@ -1,16 +1,18 @@
 """A run that is resumed in the middle of an epoch continues there, or starts the epoch
-again with one warning: if its data changed, or if their order cannot be drawn again.
+again with one warning: if its data changed, if their order cannot be drawn again, or if the
+checkpoint has no position.
 
 Each case is a start of two ranks that save, and a start of ranks that resume.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
@@ -18,6 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import ScalableDistributedSampler
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
+from tests.harness.training import Kind, on_ranks
 from tests.integration import continuing
 from tests.integration.early_ends import Kill
 
@@ -62,22 +65,22 @@ def training_on(
     return continuing.Training(loaders, directory, ranks, options, strategy)
 
 
-def save_at(rank: int, world_size: int, training: continuing.Training, point: str) -> str:
-    """Return the checkpoint of a run at a point."""
-    return training.run(point).saved[point]
+def call(rank: int, world_size: int, function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
-def resume_from(
-    rank: int, world_size: int, training: continuing.Training, path: str
-) -> continuing.Resumed:
-    return continuing.resume(training, path)
+def on_ranks_of(
+    training: continuing.Training, function: Callable[..., Any], *args: Any
+) -> list[Any]:
+    """Return the results of ``function(training, *args)`` on the ranks of a training."""
+    env = by_hand_env(training.devices)
+    return run_ranks(call, training.devices, function, training, *args, env=env)
 
 
-def resume_beside_whole(
-    rank: int, world_size: int, training: continuing.Training, path: str
-) -> tuple[continuing.Run, continuing.Resumed]:
-    """Return a run from the beginning, and a resumed one."""
-    return training.run(), continuing.resume(training, path)
+def save_at(training: continuing.Training, point: str) -> str:
+    """Save on the ranks of a training at a point; return the path."""
+    path: str = on_ranks_of(training, continuing.Training.run, point)[0].saved[point]
+    return path
 
 
 # An epoch that starts again.
@@ -104,16 +107,20 @@ class Change(NamedTuple):
 REMEDIES = ("map-style dataset", "resume with the same", "at the end of an epoch")
 
 
+def resume_beside_whole(
+    training: continuing.Training, path: str
+) -> tuple[continuing.Run, continuing.Resumed]:
+    """Return a run from the beginning, and a resumed one."""
+    return training.run(), continuing.resume(training, path)
+
+
 def expect_epoch_again(change: Change, directory: Path) -> None:
     """Save, resume with the change, and fail unless each rank trains on the whole epoch, and
     rank 0 warns once, with reason and remedy.
     """
-    saving = training_on(directory, change.before, **change.options)
-    path, _ = run_ranks(save_at, 2, saving, LATER)
+    path = save_at(training_on(directory, change.before, **change.options), LATER)
     resuming = training_on(directory / "resumed", change.after, change.ranks, **change.options)
-    by_rank = run_ranks(
-        resume_beside_whole, change.ranks, resuming, path, env=by_hand_env(change.ranks)
-    )
+    by_rank = on_ranks_of(resuming, resume_beside_whole, path)
     expect_warning(change.reason, [resumed.warned for _, resumed in by_rank])
     for whole, resumed in by_rank:
         expected = [step for step in whole.steps if step.epoch == 1]
@@ -300,10 +307,6 @@ def test_an_epoch_whose_data_changed_starts_again(name: str, tmp_path: Path) -> 
 # Checkpoints that one rank saved alone, because another one was killed.
 
 
-def train(rank: int, world_size: int, training: continuing.Training) -> None:
-    training.run()
-
-
 def turned_on_rank_one() -> DataLoader[Any]:
     """Return a loader whose order only differs from ``divided_by_user`` on rank 1."""
     rank = dist.get_rank()
@@ -338,9 +341,10 @@ def test_each_rank_checks_a_place_that_one_rank_saved_alone(
     one_epoch: dict[str, Any] = {"max_epochs": 1, **UNDIVIDED}
     kill_in_third_step = Kill("on_after_backward", earlier=2).callback()  # on rank 1
     options = {"callbacks": [kill_in_third_step], "strategy": {"stop_checkpoint": path}}
-    launch_ranks(train, 2, training_on(tmp_path, before, **options, **one_epoch))
+    until_kill = training_on(tmp_path, before, **options, **one_epoch)
+    launch_ranks(call, 2, continuing.Training.run, until_kill)
     resuming = training_on(tmp_path / "resumed", after, **one_epoch)
-    first, second = run_ranks(resume_from, 2, resuming, path)
+    first, second = on_ranks_of(resuming, continuing.resume, path)
     for resumed in (first, second):
         assert [step.batch for step in resumed.run.steps] == [0, 1, 2, 3]
     [warning] = first.warned
@@ -348,12 +352,56 @@ def test_each_rank_checks_a_place_that_one_rank_saved_alone(
     assert second.warned == []
 
 
+# Checkpoints without a data position of this release.
+
+STREAMED = 12  # samples of each rank
+NO_POSITION = (
+    "epoch 0 cannot be resumed in the middle, so that epoch starts again: the checkpoint has no"
+    " position that this release can read; save at the end of an epoch before you change the"
+    " strategy or its release"
+)
+
+
+def stateful_stream() -> Any:
+    """Return a stream of this rank's own numbers, with a state."""
+    return StatefulDataLoader(continuing.Stream(STREAMED, dist.get_rank()), batch_size=2)
+
+
+def stream_training(kind: Kind, directory: Path) -> continuing.Training:
+    return continuing.Training(stateful_stream, directory, options={"max_epochs": 2}, side=kind)
+
+
+def save_stream(kind: Kind, directory: Path) -> str:
+    """Return the checkpoint of a run after its second step."""
+    run = stream_training(kind, directory).run("train_batch_end-2")
+    return run.saved["train_batch_end-2"]
+
+
+def resume_stream(kind: Kind, directory: Path, path: str) -> continuing.Resumed:
+    return continuing.resume(stream_training(kind, directory), path)
+
+
+@pytest.mark.parametrize("kind", ["stock", "another release"])
+def test_a_checkpoint_without_a_position_repeats_the_epoch(kind: str, tmp_path: Path) -> None:
+    """Each rank reads all its own data again, and rank 0 warns with the remedy."""
+    side: Kind = "stock" if kind == "stock" else "ours"
+    path, _ = on_ranks(side, save_stream, tmp_path)
+    if kind == "another release":
+        checkpoint = torch.load(path, weights_only=False)
+        checkpoint["lightning_ddp_ext"]["version"] = 5
+        torch.save(checkpoint, path)
+    first, second = on_ranks("ours", resume_stream, tmp_path, path)
+    assert first.warned == [NO_POSITION]
+    assert second.warned == []
+    for rank, resumed in enumerate((first, second)):
+        first_epoch = [step for step in resumed.run.steps if step.epoch == 0]
+        assert continuing.samples_of(first_epoch) == [*continuing.Stream(STREAMED, rank).numbers]
+
+
 # An epoch that continues.
 
 
-def resume_in_threes(
-    rank: int, world_size: int, training: continuing.Training
-) -> tuple[list[int], list[list[int]]]:
+def resume_in_threes(training: continuing.Training) -> tuple[list[int], list[list[int]]]:
     """Resume after two batches of two samples, with batches of three.
 
     Return the samples of the whole epoch, and those of each batch of the resumed run.
@@ -367,12 +415,12 @@ def resume_in_threes(
 def test_the_rest_of_an_epoch_can_be_read_in_other_batches(tmp_path: Path) -> None:
     """The samples that the strategy divides are the remaining ones, in the same order."""
     training = training_on(tmp_path, divided_by_strategy, max_epochs=1)
-    for whole, batches in run_ranks(resume_in_threes, 2, training):
+    for whole, batches in on_ranks_of(training, resume_in_threes):
         assert batches == [whole[4:7], whole[7:]]
 
 
 def resume_with_lower_limit(
-    rank: int, world_size: int, training: continuing.Training
+    training: continuing.Training,
 ) -> tuple[list[continuing.Step], list[continuing.Step]]:
     """Return the steps of a whole run, and of one that resumes after six batches with a
     limit of four.
@@ -386,7 +434,7 @@ def test_an_epoch_beyond_its_limit_ends_after_one_step(tmp_path: Path) -> None:
     """It does not have as many batches again."""
     options = {"accumulate_grad_batches": 2, "limit_train_batches": 8}
     training = training_on(tmp_path, partial(divided_by_strategy, samples=40), **options)
-    for whole, steps in run_ranks(resume_with_lower_limit, 2, training):
+    for whole, steps in on_ranks_of(training, resume_with_lower_limit):
         assert [step.moment for step in steps] == [(0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
         assert continuing.samples_of(steps[:2]) == continuing.samples_of(whole[6:8])
 
@@ -394,9 +442,7 @@ def test_an_epoch_beyond_its_limit_ends_after_one_step(tmp_path: Path) -> None:
 TWENTY_FOUR = partial(divided_by_strategy, samples=24)
 
 
-def resume_twice(
-    rank: int, world_size: int, training: continuing.Training, path: str
-) -> list[continuing.Run]:
+def resume_twice(training: continuing.Training, path: str) -> list[continuing.Run]:
     """Resume, and resume a checkpoint that a callback saves before the first batch."""
     first = training.run("train_start-2", ckpt_path=path)
     return [first, training.run(ckpt_path=first.saved["train_start-2"])]
@@ -405,13 +451,12 @@ def resume_twice(
 def test_a_resumed_run_can_be_saved_before_its_first_batch(tmp_path: Path) -> None:
     """The file has the place and the random numbers of the one that was resumed."""
     options: dict[str, Any] = {"max_epochs": 1, "model": continuing.Net}
-    saving = training_on(tmp_path, TWENTY_FOUR, **options)
-    path, _ = run_ranks(save_at, 2, saving, "train_batch_end-2")
+    path = save_at(training_on(tmp_path, TWENTY_FOUR, **options), "train_batch_end-2")
     for ranks in (1, 2):
         place = tmp_path / f"{ranks} ranks"
         place.mkdir()
         resuming = training_on(place, TWENTY_FOUR, ranks, **options)
-        for first, second in run_ranks(resume_twice, ranks, resuming, path, env=by_hand_env(ranks)):
+        for first, second in on_ranks_of(resuming, resume_twice, path):
             assert len(continuing.samples_of(first.steps)) == 16 // ranks
             assert continuing.samples_of(first.steps) == continuing.samples_of(second.steps)
             assert first.weights.equal(second.weights)
@@ -425,11 +470,9 @@ def test_the_last_batch_of_an_epoch_is_a_step_on_fewer_ranks(tmp_path: Path) -> 
         "limit_val_batches": 1.0,
     }
     # After the first optimiser step, 12 of 24 samples are read.
-    path, *_ = run_ranks(
-        save_at, 3, training_on(tmp_path, TWENTY_FOUR, 3, **in_pairs), "train_batch_end-2"
-    )
+    path = save_at(training_on(tmp_path, TWENTY_FOUR, 3, **in_pairs), "train_batch_end-2")
     resuming = training_on(tmp_path, TWENTY_FOUR, **in_pairs)
-    for run, _ in run_ranks(resume_from, 2, resuming, path):
+    for run, _ in on_ranks_of(resuming, continuing.resume, path):
         # Three batches are left: two of one optimiser step, and the last one alone.
         assert len(run.steps) == 3
         assert run.counts.optimiser_steps == 1 + 2

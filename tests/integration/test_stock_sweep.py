@@ -179,17 +179,17 @@ class Program:
 
 
 class Watching(L.Callback):
-    """Records the calls of all hooks, and draws a random number in most of them."""
+    """Has the module record the calls of all hooks, and draws a random number in most."""
 
     def __init__(self) -> None:
-        self.calls: list[Any] = []
         for name in dir(L.Callback):
             if name.startswith("on_"):
                 setattr(self, name, partial(self._record, name))
 
     def _record(self, name: str, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         draws = name == "setup" or name.endswith(("_start", "_end"))
-        self.calls.append((name, trainer.global_step, *([torch.rand(())] if draws else [])))
+        module: Any = trainer.lightning_module
+        module.calls.append((name, trainer.global_step, *([torch.rand(())] if draws else [])))
 
 
 class Writer(callbacks.BasePredictionWriter):
@@ -210,6 +210,7 @@ class Watched(L.LightningModule):
 
     Attributes:
         seen: the records, in order.
+        calls: those of the hooks of callbacks.
         strategy: options of the strategy that it needs.
     """
 
@@ -219,6 +220,7 @@ class Watched(L.LightningModule):
         super().__init__()
         self.program = program
         self.seen: list[Any] = []
+        self.calls: list[Any] = []
         self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Identity(), nn.Linear(6, 1))
         metric = METRICS[program.metric]
         self.metric = None if metric is None else metric()
@@ -449,79 +451,62 @@ def model_of(program: Program) -> Watched:
 # Running a program on a rank.
 
 
-@dataclass
-class Play:
-    """A program on this rank, with ours or with stock.
+def make_trainer(kind: training.Kind, module: Watched, place: Path) -> L.Trainer:
+    """Return a Trainer of a module's program, which writes into ``place``."""
+    shared = place.parents[1]  # where all programs of these ranks connect
+    made = [CALLBACKS[name](place) for name in module.program.callbacks]
+    return training.make_trainer(
+        training.make_strategy(kind, shared, **module.strategy),
+        callbacks=[Watching(), Writer("batch_and_epoch"), *made],
+        default_root_dir=place,
+        logger=[
+            CSVLogger(place, name="logged", version="0"),
+            TensorBoardLogger(place, name="board", version="0"),
+        ],
+        enable_checkpointing=any(isinstance(each, callbacks.Checkpoint) for each in made),
+        **dict(module.program.options),
+    )
 
-    Attributes:
-        program: the program.
-        kind: whose strategy it uses.
-        shared: where the ranks connect; the programs on the same ranks share it.
-        place: where this program writes.
-    """
 
-    program: Program
-    kind: training.Kind
-    shared: Path
-    place: Path
+def run(kind: training.Kind, module: Watched, place: Path) -> list[Any]:
+    """Run a module's program; return what it has seen after the fit and each later call."""
+    trainer = make_trainer(kind, module, place)
+    trainer.fit(module)
+    found: list[Any] = [seen_with(trainer, module, place)]
+    for name in module.program.afterwards:
+        if name == NEW_TRAINER:
+            trainer = make_trainer(kind, module, place)
+        result = AFTERWARDS[name](trainer, module)
+        found += [result, seen_with(trainer, module, place)]
+    return found
 
-    def __post_init__(self) -> None:
-        self.module = model_of(self.program)
-        self.watching = Watching()
 
-    def make_trainer(self) -> L.Trainer:
-        made = [CALLBACKS[name](self.place) for name in self.program.callbacks]
-        return training.make_trainer(
-            training.make_strategy(self.kind, self.shared, **self.module.strategy),
-            callbacks=[self.watching, Writer("batch_and_epoch"), *made],
-            default_root_dir=self.place,
-            logger=[
-                CSVLogger(self.place, name="logged", version="0"),
-                TensorBoardLogger(self.place, name="board", version="0"),
-            ],
-            enable_checkpointing=any(isinstance(each, callbacks.Checkpoint) for each in made),
-            **dict(self.program.options),
-        )
-
-    def run(self) -> list[Any]:
-        """Run the program; return what it has seen after the fit and each later call."""
-        trainer = self.make_trainer()
-        trainer.fit(self.module)
-        found: list[Any] = [self.seen_with(trainer)]
-        for name in self.program.afterwards:
-            if name == NEW_TRAINER:
-                trainer = self.make_trainer()
-            result = AFTERWARDS[name](trainer, self.module)
-            found += [result, self.seen_with(trainer)]
-        return found
-
-    def seen_with(self, trainer: L.Trainer) -> dict[str, Any]:
-        """Return what the program has seen so far, and the state of its last Trainer."""
-        dist.barrier()  # rank 0 has written its files
-        table = self.place / "logged" / "0" / "metrics.csv"
-        files = [str(path.relative_to(self.place)) for path in self.place.rglob("*")]
-        return {
-            "seen": list(self.module.seen),
-            "calls": list(self.watching.calls),
-            "progress": (trainer.global_step, trainer.current_epoch, trainer.num_training_batches),
-            "metrics": dict(trainer.callback_metrics),
-            "weights": training.weights(self.module),
-            # TensorBoard's names contain the time and the process.
-            "files": sorted(name.partition(".tfevents")[0] for name in files),
-            "table": table.read_text() if table.exists() else "",
-        }
+def seen_with(trainer: L.Trainer, module: Watched, place: Path) -> dict[str, Any]:
+    """Return what a module has seen so far, and the state of its last Trainer."""
+    dist.barrier()  # rank 0 has written its files
+    table = place / "logged" / "0" / "metrics.csv"
+    files = [str(path.relative_to(place)) for path in place.rglob("*")]
+    return {
+        "seen": list(module.seen),
+        "calls": list(module.calls),
+        "progress": (trainer.global_step, trainer.current_epoch, trainer.num_training_batches),
+        "metrics": dict(trainer.callback_metrics),
+        "weights": training.weights(module),
+        # TensorBoard's names contain the time and the process.
+        "files": sorted(name.partition(".tfevents")[0] for name in files),
+        "table": table.read_text() if table.exists() else "",
+    }
 
 
 def play(kind: training.Kind, program: Program, rank: int, ranks: int, place: Path) -> Any:
     """Run a program on this rank; return what it sees, or its traceback."""
-    shared = place.parent
     if kind == "stock" and not dist.is_initialized():
         dist.init_process_group(
-            "gloo", init_method=f"file://{shared}/store", rank=rank, world_size=ranks
+            "gloo", init_method=f"file://{place.parent}/store", rank=rank, world_size=ranks
         )
     L.seed_everything(7, verbose=False)
     try:
-        return Play(program, kind, shared, place / "program").run()
+        return run(kind, model_of(program), place / "program")
     except RankFailedError:
         raise  # no program can be played with the other ranks
     except Exception:
