@@ -399,37 +399,28 @@ def error_of_command(kind: training.Kind, directory: Path, kept: Path | str) -> 
     return f"{type(error).__name__}: {error}"
 
 
-class Stopped(NamedTuple):
-    """The checkpoints of a command that was stopped, and the step of the stop."""
-
-    kept: Path
-    at: int
-
-    @property
-    def newest(self) -> Path:
-        [path] = self.kept.glob("*/last-preempted.ckpt")
-        return path
-
-
 @pytest.fixture(scope="module")
-def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
-    """Stop a command in its second epoch."""
+def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of a command that was stopped in its second epoch."""
     directory = tmp_path_factory.mktemp("stopped")
+    kept = directory / "kept"
     stop = training.signalled("on_train_batch_end", STEPS + 1, ranks=[1])
-    (begun_at, stopped_at), _ = training.on_ranks(
-        "ours", run_command, directory, directory / "kept", stop
-    )
+    (begun_at, stopped_at), _ = training.on_ranks("ours", run_command, directory, kept, stop)
     assert begun_at == 0
     assert stopped_at > STEPS + 1
-    return Stopped(directory / "kept", stopped_at)
+    return kept
 
 
 @pytest.fixture
-def stopped(stopped_once: Stopped, tmp_path: Path) -> Stopped:
-    """A copy of the stopped command's files, in which `last.ckpt` has a version."""
-    kept = Path(shutil.copytree(stopped_once.kept, tmp_path / "kept"))
-    (kept / "last.ckpt").rename(kept / "last-v1.ckpt")
-    return stopped_once._replace(kept=kept)
+def kept(stopped_once: Path, tmp_path: Path) -> Path:
+    """A copy of them, in which `last.ckpt` has a version in its name."""
+    kept = Path(shutil.copytree(stopped_once, tmp_path / "kept"))
+    return (kept / "last.ckpt").rename(kept / "last-v1.ckpt").parent
+
+
+def stop_checkpoint_in(kept: Path) -> Path:
+    [path] = kept.glob("*/last-preempted.ckpt")
+    return path
 
 
 def make_unreadable(path: Path) -> None:
@@ -455,27 +446,28 @@ def make_unreadable(path: Path) -> None:
     ],
 )
 def test_last_is_the_stop_checkpoint_even_if_it_cannot_be_read(
-    damage: Callable[[Path], object], begin: str, remedy: str, stopped: Stopped, tmp_path: Path
+    damage: Callable[[Path], object], begin: str, remedy: str, kept: Path, tmp_path: Path
 ) -> None:
     """Every rank names the file, also if its time is that of `last.ckpt`, as in a store that
     rounds times.
     """
-    damage(stopped.newest)
-    for file in stopped.kept.rglob("*.ckpt"):
+    newest = stop_checkpoint_in(kept)
+    damage(newest)
+    for file in kept.rglob("*.ckpt"):
         os.utime(file, (0, 0), follow_symlinks=False)
-    own, of_rank_1 = training.on_ranks("ours", error_of_command, tmp_path, stopped.kept)
+    own, of_rank_1 = training.on_ranks("ours", error_of_command, tmp_path, kept)
     assert of_rank_1 == own
-    assert own.startswith(begin.format(stopped.newest))
+    assert own.startswith(begin.format(newest))
     assert remedy in own
 
 
-def test_without_the_stop_checkpoint_last_is_the_one_before(
-    stopped: Stopped, tmp_path: Path
-) -> None:
+def test_without_the_stop_checkpoint_last_is_the_one_before(kept: Path, tmp_path: Path) -> None:
     """The same command continues at the end of an epoch, also if the file's name has a version."""
-    stopped.newest.unlink()
-    (resumed_at, ended_at), _ = training.on_ranks("ours", run_command, tmp_path, stopped.kept)
-    assert resumed_at in range(STEPS, stopped.at + 1, STEPS), "an epoch's end"
+    newest = stop_checkpoint_in(kept)
+    stopped_at = torch.load(newest, weights_only=False)["global_step"]
+    newest.unlink()
+    (resumed_at, ended_at), _ = training.on_ranks("ours", run_command, tmp_path, kept)
+    assert resumed_at in range(STEPS, stopped_at + 1, STEPS), "an epoch's end"
     assert ended_at == EPOCHS * STEPS
 
 

@@ -21,8 +21,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils import data as torch_data
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistributedSampler
@@ -40,74 +45,61 @@ WORKERS = (2, 1)  # of the first and the second loader
 VALIDATION_BATCHES = 2
 
 
-class Source(NamedTuple):
-    """What a sampler is made from, on one of some ranks."""
-
-    data: list[torch.Tensor]
-    generator: torch.Generator | None
-    rank: int
-    ranks: int
-
-    def random_sampler(self, **options: Any) -> RandomSampler:
-        return RandomSampler(self.data, generator=self.generator, **options)
-
-
 class Sampler(NamedTuple):
     """A way to read samples.
 
     Attributes:
-        options: returns the options of a loader.
+        options: returns the options of a loader of data, whose orders a generator draws.
         divides_itself: whether the sampler, and not the strategy, divides the samples
             among the ranks.
         can_be_shared: whether another number of ranks can share the rest of an epoch.
     """
 
-    options: Callable[[Source], dict[str, Any]]
+    options: Callable[[Any, torch.Generator | None], dict[str, Any]]
     divides_itself: bool = False
     can_be_shared: bool = True
 
 
+def in_batches(data: Any, generator: torch.Generator | None, kind: type[Any]) -> Any:
+    """Return a batch sampler of this kind, in a random order."""
+    return kind(RandomSampler(data, generator=generator), BATCH_SIZE, drop_last=False)
+
+
 SAMPLERS = {
-    "shuffled": Sampler(lambda source: {"shuffle": True}),
-    "sequential": Sampler(lambda source: {}),
+    "shuffled": Sampler(lambda data, generator: {"shuffle": True}),
+    "sequential": Sampler(lambda data, generator: {}),
     "weighted": Sampler(
-        lambda source: {
-            "sampler": torch_data.WeightedRandomSampler(
-                [*range(1, SAMPLES + 1)], SAMPLES, generator=source.generator
-            )
+        lambda data, generator: {
+            "sampler": WeightedRandomSampler([*range(1, SAMPLES + 1)], SAMPLES, generator=generator)
         }
     ),
     "replacement": Sampler(
-        lambda source: {"sampler": source.random_sampler(replacement=True, num_samples=SAMPLES)}
+        lambda data, generator: {"sampler": RandomSampler(data, True, SAMPLES, generator=generator)}
     ),
     "scalable": Sampler(
-        lambda source: {"sampler": ScalableDistributedSampler(source.data, seed=1)},
+        lambda data, generator: {"sampler": ScalableDistributedSampler(data, seed=1)},
         divides_itself=True,
     ),
     "distributed": Sampler(
-        lambda source: {
-            "sampler": torch_data.DistributedSampler(source.data, source.ranks, source.rank, seed=1)
-        },
+        lambda data, generator: {"sampler": DistributedSampler(data, seed=1)},
         divides_itself=True,
         can_be_shared=False,
     ),
     "dealt": Sampler(
-        lambda source: {
+        lambda data, generator: {
             "batch_sampler": DistributedBatchSamplerWrapper(
-                BatchSampler(source.random_sampler(), BATCH_SIZE, False)
+                in_batches(data, generator, BatchSampler)
             )
         },
         divides_itself=True,
     ),
     "batches": Sampler(
-        lambda source: {
-            "batch_sampler": continuing.Backwards(source.random_sampler(), BATCH_SIZE, False)
-        }
+        lambda data, generator: {"batch_sampler": in_batches(data, generator, continuing.Backwards)}
     ),
-    # Each rank reads its own numbers; no sampler is made.
-    "stream": Sampler(lambda source: {}, can_be_shared=False),
+    # Each rank reads its own numbers.
+    "stream": Sampler(lambda data, generator: {}, can_be_shared=False),
     # A loader with a state.
-    "stateful": Sampler(lambda source: {"shuffle": True}, can_be_shared=False),
+    "stateful": Sampler(lambda data, generator: {"shuffle": True}, can_be_shared=False),
 }
 STREAM = SAMPLERS["stream"]
 STATEFUL = SAMPLERS["stateful"]
@@ -289,26 +281,26 @@ def daily_cases() -> list[Case]:
 # What a rank trains in a case.
 
 
-def loader_of(case: Case, rank: int, ranks: int, number: int) -> Any:
+def loader_of(case: Case, rank: int, number: int) -> Any:
     """Return a loader with batches of two samples; the samples of each loader differ."""
-    options: dict[str, Any] = {"generator": None}
+    options: dict[str, Any] = {"batch_size": BATCH_SIZE, "generator": None}
     if case.has_own_generator:
         options["generator"] = torch.Generator().manual_seed(10 * (number + 1) + rank)
     if case.workers != "none":
         options |= continuing.workers(WORKERS[number], persistent_workers=case.workers == "kept")
     first = 100 * number
     if case.sampler is STREAM:
-        return DataLoader(continuing.Stream(STREAMED, rank, first), BATCH_SIZE, **options)
-    data = [torch.tensor([float(first + place)]) for place in range(SAMPLES)]
-    options |= case.sampler.options(Source(data, options["generator"], rank, ranks))
-    if "batch_sampler" not in options:
-        options["batch_size"] = BATCH_SIZE
+        return DataLoader(continuing.Stream(STREAMED, rank, first), **options)
+    data: Any = [torch.tensor([float(first + place)]) for place in range(SAMPLES)]
+    options |= case.sampler.options(data, options["generator"])
+    if "batch_sampler" in options:
+        del options["batch_size"]
     return (StatefulDataLoader if case.sampler is STATEFUL else DataLoader)(data, **options)
 
 
-def loaders_of(case: Case, rank: int, ranks: int) -> Any:
+def loaders_of(case: Case, rank: int) -> Any:
     """Return the module's ``train_dataloader``."""
-    loaders = [loader_of(case, rank, ranks, number) for number in range(case.loaders)]
+    loaders = [loader_of(case, rank, number) for number in range(case.loaders)]
     return loaders if len(loaders) > 1 else loaders[0]
 
 
@@ -331,7 +323,7 @@ def training_of(case: Case, rank: int, ranks: int, place: Path) -> continuing.Tr
         # DDP would rebuild its buckets after the first step, and three ranks would then
         # add up in another order.
         strategy["find_unused_parameters"] = True
-    loaders = partial(loaders_of, case, rank, ranks)
+    loaders = partial(loaders_of, case, rank)
     return continuing.Training(loaders, place.parent, ranks, options, strategy, name=place.name)
 
 

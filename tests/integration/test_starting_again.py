@@ -7,6 +7,7 @@ Each case is a start of two ranks that save, and a start of ranks that resume.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import ScalableDistributedSampler
-from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
+from tests.harness.ranks import launch_ranks
 from tests.harness.training import Kind, on_ranks
 from tests.integration import continuing
 from tests.integration.early_ends import Kill
@@ -28,6 +29,7 @@ from tests.integration.early_ends import Kill
 # say otherwise.
 SAMPLES = 16
 STEPS_UNTIL_SAVE = 6
+MIDDLE = "train_batch_end-2"  # of epoch 0
 LATER = f"train_batch_end-{STEPS_UNTIL_SAVE}"  # in the middle of epoch 1
 UNDIVIDED: dict[str, Any] = {"use_distributed_sampler": False}  # the strategy does not divide
 
@@ -65,16 +67,17 @@ def training_on(
     return continuing.Training(loaders, directory, ranks, options, strategy)
 
 
-def call(rank: int, world_size: int, function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
 def on_ranks_of(
     training: continuing.Training, function: Callable[..., Any], *args: Any
 ) -> list[Any]:
     """Return the results of ``function(training, *args)`` on the ranks of a training."""
-    env = by_hand_env(training.devices)
-    return run_ranks(call, training.devices, function, training, *args, env=env)
+    ranks = {"world_size": training.devices}
+    training.directory.mkdir(exist_ok=True)
+    return on_ranks(training.side, call, training.directory, function, training, *args, **ranks)
+
+
+def call(kind: Kind, directory: Path, function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 def save_at(training: continuing.Training, point: str) -> str:
@@ -367,30 +370,16 @@ def stateful_stream() -> Any:
     return StatefulDataLoader(continuing.Stream(STREAMED, dist.get_rank()), batch_size=2)
 
 
-def stream_training(kind: Kind, directory: Path) -> continuing.Training:
-    return continuing.Training(stateful_stream, directory, options={"max_epochs": 2}, side=kind)
-
-
-def save_stream(kind: Kind, directory: Path) -> str:
-    """Return the checkpoint of a run after its second step."""
-    run = stream_training(kind, directory).run("train_batch_end-2")
-    return run.saved["train_batch_end-2"]
-
-
-def resume_stream(kind: Kind, directory: Path, path: str) -> continuing.Resumed:
-    return continuing.resume(stream_training(kind, directory), path)
-
-
 @pytest.mark.parametrize("kind", ["stock", "another release"])
 def test_a_checkpoint_without_a_position_repeats_the_epoch(kind: str, tmp_path: Path) -> None:
     """Each rank reads all its own data again, and rank 0 warns with the remedy."""
-    side: Kind = "stock" if kind == "stock" else "ours"
-    path, _ = on_ranks(side, save_stream, tmp_path)
+    training = training_on(tmp_path, stateful_stream)
+    path = save_at(replace(training, side="stock" if kind == "stock" else "ours"), MIDDLE)
     if kind == "another release":
         checkpoint = torch.load(path, weights_only=False)
         checkpoint["lightning_ddp_ext"]["version"] = 5
         torch.save(checkpoint, path)
-    first, second = on_ranks("ours", resume_stream, tmp_path, path)
+    first, second = on_ranks_of(training, continuing.resume, path)
     assert first.warned == [NO_POSITION]
     assert second.warned == []
     for rank, resumed in enumerate((first, second)):
@@ -406,9 +395,9 @@ def resume_in_threes(training: continuing.Training) -> tuple[list[int], list[lis
 
     Return the samples of the whole epoch, and those of each batch of the resumed run.
     """
-    whole = training.run("train_batch_end-2")
+    whole = training.run(MIDDLE)
     training.loaders = partial(divided_by_strategy, batch_size=3)
-    resumed = training.run(ckpt_path=whole.saved["train_batch_end-2"])
+    resumed = training.run(ckpt_path=whole.saved[MIDDLE])
     return continuing.samples_of(whole.steps), [list(step.samples) for step in resumed.steps]
 
 
@@ -451,10 +440,9 @@ def resume_twice(training: continuing.Training, path: str) -> list[continuing.Ru
 def test_a_resumed_run_can_be_saved_before_its_first_batch(tmp_path: Path) -> None:
     """The file has the place and the random numbers of the one that was resumed."""
     options: dict[str, Any] = {"max_epochs": 1, "model": continuing.Net}
-    path = save_at(training_on(tmp_path, TWENTY_FOUR, **options), "train_batch_end-2")
+    path = save_at(training_on(tmp_path, TWENTY_FOUR, **options), MIDDLE)
     for ranks in (1, 2):
         place = tmp_path / f"{ranks} ranks"
-        place.mkdir()
         resuming = training_on(place, TWENTY_FOUR, ranks, **options)
         for first, second in on_ranks_of(resuming, resume_twice, path):
             assert len(continuing.samples_of(first.steps)) == 16 // ranks
@@ -470,7 +458,7 @@ def test_the_last_batch_of_an_epoch_is_a_step_on_fewer_ranks(tmp_path: Path) -> 
         "limit_val_batches": 1.0,
     }
     # After the first optimiser step, 12 of 24 samples are read.
-    path = save_at(training_on(tmp_path, TWENTY_FOUR, 3, **in_pairs), "train_batch_end-2")
+    path = save_at(training_on(tmp_path, TWENTY_FOUR, 3, **in_pairs), MIDDLE)
     resuming = training_on(tmp_path, TWENTY_FOUR, **in_pairs)
     for run, _ in on_ranks_of(resuming, continuing.resume, path):
         # Three batches are left: two of one optimiser step, and the last one alone.
