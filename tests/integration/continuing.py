@@ -214,8 +214,7 @@ class Net(L.LightningModule):
         parts = [part for part in by_loader if part is not None]
         samples = tuple(int(number) for part in parts for number in part.flatten())
         self.steps.append(Step(epoch, index, samples))
-        loss: Tensor = torch.cat([self.layers(part / 100) for part in parts]).square().mean()
-        return loss
+        return torch.cat([self.layers(part / 100) for part in parts]).square().mean()
 
     def on_validation_start(self) -> None:
         self.happens("validation")
@@ -229,9 +228,10 @@ class Net(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-        by_step = {"scheduler": StepLR(optimizer, 2, 0.7), "interval": "step"}
-        by_epoch = {"scheduler": StepLR(optimizer, 1, 0.6), "interval": "epoch"}
-        return [optimizer], [by_step, by_epoch]
+        return [optimizer], [
+            {"scheduler": StepLR(optimizer, 2, 0.7), "interval": "step"},
+            {"scheduler": StepLR(optimizer, 1, 0.6), "interval": "epoch"},
+        ]
 
     def train_dataloader(self) -> Any:
         return self.loaders()
@@ -360,8 +360,14 @@ class Training:
             fail_at: see ``Net``.
             **options: of the Trainer, in addition to those of the training.
         """
-        defaults = {"max_epochs": 3, "limit_val_batches": 0, "num_sanity_val_steps": 0}
-        chosen = {**defaults, "devices": self.devices, **self.options, **options}
+        chosen: dict[str, Any] = {
+            "max_epochs": 3,
+            "limit_val_batches": 0,
+            "num_sanity_val_steps": 0,
+            "devices": self.devices,
+            **self.options,
+            **options,
+        }
         L.seed_everything(7 if ckpt_path is None else 8, verbose=False)
         module = chosen.pop("model", Net)(self.loaders)
         module.fail_at = fail_at
@@ -371,8 +377,11 @@ class Training:
         status = _fit_until_stop(trainer, module, ckpt_path)
         weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
         loop = trainer.fit_loop.epoch_loop
-        batches = loop.batch_progress.total.completed
-        counts = Counts(trainer.global_step, loop._batches_that_stepped, batches)
+        counts = Counts(
+            optimiser_steps=trainer.global_step,
+            logged_steps=loop._batches_that_stepped,
+            batches=loop.batch_progress.total.completed,
+        )
         return Run(module.steps, weights, counts, module.events, saver.saved, status)
 
 

@@ -101,8 +101,10 @@ def fit_in_forked_ranks(rank: int, world_size: int, directory: Path) -> None:
 def test_the_launching_process_names_unused_parameters(tmp_path: Path) -> None:
     """It has no model in DDP, whose parameters have names, but those of the ranks."""
     [outcome] = launch_ranks(fit_in_forked_ranks, 1, tmp_path)
-    sentence = "a backward pass on rank 1 did not reach these parameters: spare.0.weight, "
-    assert sentence in outcome.failure.message, outcome.story()
+    assert (
+        "a backward pass on rank 1 did not reach these parameters: spare.0.weight, "
+        in outcome.failure.message
+    ), outcome.story()
 
 
 def schedule_accumulation(begins_in_epoch: int) -> L.Callback:
@@ -174,9 +176,16 @@ def resume_finetuning(
     def learned(ckpt_path: Path | None) -> dict[str, Tensor]:
         L.seed_everything(1, verbose=False)
         unfreeze = finetuning(1, verbose=False, backbone_initial_lr=0.01)
-        strategy = {"static_graph": True, "gradient_as_bucket_view": True}
-        options = {"strategy": strategy, "max_epochs": 3, "ckpt_path": ckpt_path}
-        return training.learned(kind, directory, WithBackbone(), unfreeze, save, **options)
+        return training.learned(
+            kind,
+            directory,
+            WithBackbone(),
+            unfreeze,
+            save,
+            strategy={"static_graph": True, "gradient_as_bucket_view": True},
+            max_epochs=3,
+            ckpt_path=ckpt_path,
+        )
 
     with training.warnings_with("has frozen") as warned:
         whole = learned(ckpt_path=None)
@@ -277,10 +286,13 @@ def train_all(kind: training.Kind, directory: Path) -> dict[str, Any]:
         L.seed_everything(1)
         model = case.model(kind)
         strategy = {**case.strategy, **(FINDS_UNUSED if kind == "stock" else {})}
-        options = {"strategy": strategy, "max_epochs": 4, **case.options}
-        trainer = training.fit(kind, directory, model, **options)
-        states = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
-        learned[name] = {"weights": dict(model.named_parameters()), "states": states}
+        trainer = training.fit(
+            kind, directory, model, strategy=strategy, max_epochs=4, **case.options
+        )
+        learned[name] = {
+            "weights": dict(model.named_parameters()),
+            "states": [optimizer.state_dict()["state"] for optimizer in trainer.optimizers],
+        }
     return learned
 
 

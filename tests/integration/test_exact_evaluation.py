@@ -69,8 +69,7 @@ def loader(
 ) -> DataLoader[Any]:
     """Return a loader of a number of samples."""
     chosen = options if "batch_sampler" in options else {"batch_size": batch_size, **options}
-    made: DataLoader[Any] = kind(scores(samples), **chosen)
-    return made
+    return kind(scores(samples), **chosen)
 
 
 class Rotating(deque[int]):
@@ -84,7 +83,6 @@ class Rotating(deque[int]):
 # Samples that the strategy divides.
 
 WORKERS = workers(2, persistent_workers=True)
-SIZES_OF_SEVERAL = ((7, 1), (10, 3), (1, 1), (23, 6))
 
 # Make loaders of so many samples, in batches of this size.
 READERS: dict[str, Callable[[int, int], list[DataLoader[Any]]]] = {
@@ -95,7 +93,10 @@ READERS: dict[str, Callable[[int, int], list[DataLoader[Any]]]] = {
     "two": lambda samples, size: [loader(samples, size), loader(samples + 1, size)],
     "several": lambda samples, size: [
         loader(samples, size),
-        *(loader(*sizes) for sizes in SIZES_OF_SEVERAL),
+        loader(7, 1),
+        loader(10, 3),
+        loader(1, 1),
+        loader(23, 6),
     ],
     "two, workers": lambda samples, size: [
         loader(samples, size),
@@ -329,8 +330,9 @@ def evaluate_case(make: MakeTrainer, case: Case) -> Record:
 
 def evaluate(kind: Kind, directory: Path, cases: list[Case], ranks: int) -> dict[Case, Record]:
     """Return this rank's record of each case."""
-    make = partial(new_trainer, kind, directory, ranks)
-    return {case: evaluate_case(make, case) for case in cases}
+    return {
+        case: evaluate_case(partial(new_trainer, kind, directory, ranks), case) for case in cases
+    }
 
 
 class Evaluated(NamedTuple):
@@ -355,9 +357,11 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
 
 def test_values_are_those_of_one_process(evaluated: Evaluated) -> None:
     """Logged values and metrics count each sample once, on every rank."""
-    expected = {case: record.joint for case, record in evaluated.alone.items()}
     for records in evaluated.ours:
-        torch.testing.assert_close({case: records[case].joint for case in UNLIMITED}, expected)
+        for case, alone in evaluated.alone.items():
+            torch.testing.assert_close(
+                records[case].joint, alone.joint, msg=lambda text, case=case: f"{case}: {text}"
+            )
 
 
 def test_ranks_that_are_not_idle_read_each_sample_once(evaluated: Evaluated) -> None:
@@ -449,8 +453,7 @@ DIVISIONS: list[tuple[Callable[[int, int, int], DataLoader[Any]], int, list[list
 
 
 def undivided_trainer(world_size: int, directory: Path) -> L.Trainer:
-    strategy: Any = make_strategy("ours", directory) if world_size > 1 else "auto"
-    return make_trainer(strategy, devices=world_size, use_distributed_sampler=False)
+    return new_trainer("ours", directory, world_size, use_distributed_sampler=False)
 
 
 def divide(rank: int, world_size: int, directory: Path) -> tuple[Any, list[list[int]]]:
@@ -461,8 +464,10 @@ def divide(rank: int, world_size: int, directory: Path) -> tuple[Any, list[list[
     model = Scorer(len(loaders))
     trainer = undivided_trainer(world_size, directory)
     trainer.validate(model, loaders, verbose=False)
-    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return logged, [[len(batch) for batch in batches] for batches in model.samples.values()]
+    return (
+        {name: float(value) for name, value in trainer.callback_metrics.items()},
+        [[len(batch) for batch in batches] for batches in model.samples.values()],
+    )
 
 
 def test_ranks_with_different_numbers_of_batches_log_what_one_process_logs(
@@ -557,8 +562,8 @@ def evaluate_uncounted(kind: Kind, directory: Path) -> dict[str, tuple[Any, Any]
         model = case.model()
         strategy = make_strategy(kind, directory, **case.strategy if kind == "ours" else {})
         trainer = make_trainer(strategy, **case.options)
-        logged = trainer.validate(model, case.loaders(trainer.global_rank), verbose=False)
-        evaluated[name] = (logged, model.samples)
+        loaders = case.loaders(trainer.global_rank)
+        evaluated[name] = (trainer.validate(model, loaders, verbose=False), model.samples)
     return evaluated
 
 

@@ -26,11 +26,20 @@ from tests.harness.ranks import HOST, free_port
 from tests.integration import checkpointing, continuing
 
 
+def mixed_precision(**scaler: float) -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **scaler))
+
+
 def resume(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> dict[str, Any]:
     """Resume; return the state at the start of training, and the last step."""
-    plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
-    options = {"max_epochs": 2, "devices": int(os.environ["WORLD_SIZE"]), "plugins": plugins}
-    trainer = checkpointing.trainer_for(kind, directory, RankZeroCheckpointIO(), **options)
+    trainer = checkpointing.trainer_for(
+        kind,
+        directory,
+        RankZeroCheckpointIO(),
+        max_epochs=2,
+        devices=int(os.environ["WORLD_SIZE"]),
+        plugins=[mixed_precision()],
+    )
     path = checkpointing.reachable(path, directory, is_mapped=is_mapped)
     return {**checkpointing.fit_from(trainer, path), "last step": trainer.global_step}
 
@@ -49,8 +58,7 @@ def test_a_run_continues_with_all_that_was_saved(
 ) -> None:
     """Each rank has the same weights, optimiser, schedules, scaler and progress as before."""
     path = tmp_path / "it.ckpt"
-    scaler = torch.amp.GradScaler("cpu", init_scale=12.0)
-    before = checkpointing.train_and_save(path, [MixedPrecision("16-mixed", "cpu", scaler)])
+    before = checkpointing.train_and_save(path, [mixed_precision(init_scale=12.0)])
     before["last step"] = before["step"] + 8 // world_size
     results = training.on_ranks(kind, resume, tmp_path, path, is_mapped, world_size=world_size)
     training.assert_same(results, [before] * world_size)
@@ -131,15 +139,15 @@ def test_the_plugin_serves_a_stock_strategy_alone(tmp_path: Path) -> None:
 # Files that hooks read.
 
 
+FIRST_STEP = "train_batch_end-1"
 HOOKS = ("setup", "on_fit_start", "on_train_start", "on_train_batch_start")
 
 
 def save_early(side: training.Kind, directory: Path, model: type[continuing.Net]) -> str:
     """Return the checkpoint of a run after its first step."""
-    runs = continuing.Training(
-        continuing.shuffled(12), directory, options={"max_epochs": 1, "model": model}
-    )
-    return runs.run("train_batch_end-1").saved["train_batch_end-1"]
+    options = {"max_epochs": 1, "model": model}
+    run = continuing.Training(continuing.shuffled(12), directory, options=options).run(FIRST_STEP)
+    return run.saved[FIRST_STEP]
 
 
 def load_in_hooks(
@@ -156,10 +164,8 @@ def load_in_hooks(
         if trainer.is_global_zero:
             read.append(trainer.strategy.load_checkpoint(plain))
 
-    runs = continuing.Training(
-        continuing.shuffled(12), directory, side=side, options={"max_epochs": 1}
-    )
-    run = runs.run(callbacks=[training.At(hook, load) for hook in HOOKS])
+    options = {"max_epochs": 1, "callbacks": [training.At(hook, load) for hook in HOOKS]}
+    run = continuing.Training(continuing.shuffled(12), directory, side=side, options=options).run()
     return {"read": read, "steps": run.steps, "counts": run.counts, "weights": run.weights}
 
 
@@ -188,13 +194,15 @@ def find_a_rate(side: training.Kind, directory: Path, path: str) -> dict[str, An
     Return the epoch and batch of each step, and the counts at the end.
     """
     finder = LearningRateFinder(num_training_steps=4, update_attr=False)
-    runs = continuing.Training(
-        continuing.shuffled(12),
-        directory,
-        side=side,
-        options={"max_epochs": 2, "default_root_dir": directory},
+    options = {
+        "model": Tuned,
+        "callbacks": [finder],
+        "max_epochs": 2,
+        "default_root_dir": directory,
+    }
+    run = continuing.Training(continuing.shuffled(12), directory, side=side, options=options).run(
+        ckpt_path=path
     )
-    run = runs.run(model=Tuned, callbacks=[finder], ckpt_path=path)
     return {"moments": [step.moment for step in run.steps], "counts": run.counts}
 
 
@@ -292,9 +300,12 @@ def errors_of_tests(
         trainer = checkpointing.trainer_for(
             kind, directory, RankZeroCheckpointIO(weights_only=weights_only)
         )
-        options = {"ckpt_path": path, "verbose": False}
         error = training.raised(
-            (CheckpointError, FileNotFoundError), trainer.test, checkpointing.Net(), **options
+            (CheckpointError, FileNotFoundError),
+            trainer.test,
+            checkpointing.Net(),
+            ckpt_path=path,
+            verbose=False,
         )
         errors[name] = f"{type(error).__name__}: {error}"
     return errors
@@ -367,6 +378,7 @@ def test_last_is_what_rank_zero_finds(kind: training.Kind, tmp_path: Path) -> No
 
 
 STEPS = 4  # of an epoch
+STOP_CHECKPOINT = "*/last-preempted.ckpt"
 EPOCHS = 10  # so that the ranks have time to agree on a stop
 
 
@@ -379,11 +391,10 @@ def run_command(
     begun: list[int] = []
     begin = training.At("on_train_start", lambda trainer: begun.append(trainer.global_step))
     saver = ModelCheckpoint(kept, save_last=True)
-    io = RankZeroCheckpointIO()
     trainer = checkpointing.trainer_for(
         kind,
         directory,
-        io,
+        RankZeroCheckpointIO(),
         [begin, saver, *callbacks],
         max_epochs=EPOCHS,
         default_root_dir=directory,
@@ -418,11 +429,6 @@ def kept(stopped_once: Path, tmp_path: Path) -> Path:
     return (kept / "last.ckpt").rename(kept / "last-v1.ckpt").parent
 
 
-def stop_checkpoint_in(kept: Path) -> Path:
-    [path] = kept.glob("*/last-preempted.ckpt")
-    return path
-
-
 def make_unreadable(path: Path) -> None:
     path.unlink()
     path.symlink_to("/proc/self/mem")  # where nothing is mapped, reading is an error
@@ -451,7 +457,7 @@ def test_last_is_the_stop_checkpoint_even_if_it_cannot_be_read(
     """Every rank names the file, also if its time is that of `last.ckpt`, as in a store that
     rounds times.
     """
-    newest = stop_checkpoint_in(kept)
+    [newest] = kept.glob(STOP_CHECKPOINT)
     damage(newest)
     for file in kept.rglob("*.ckpt"):
         os.utime(file, (0, 0), follow_symlinks=False)
@@ -463,7 +469,7 @@ def test_last_is_the_stop_checkpoint_even_if_it_cannot_be_read(
 
 def test_without_the_stop_checkpoint_last_is_the_one_before(kept: Path, tmp_path: Path) -> None:
     """The same command continues at the end of an epoch, also if the file's name has a version."""
-    newest = stop_checkpoint_in(kept)
+    [newest] = kept.glob(STOP_CHECKPOINT)
     stopped_at = torch.load(newest, weights_only=False)["global_step"]
     newest.unlink()
     (resumed_at, ended_at), _ = training.on_ranks("ours", run_command, tmp_path, kept)

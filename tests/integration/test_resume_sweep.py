@@ -14,7 +14,7 @@ nightly`` cases of a new seed (``SWEEP_SEED``, ``SWEEP_COUNT``).
 import itertools
 import random
 from collections import Counter, namedtuple
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -176,8 +176,8 @@ class Case(namedtuple("Case", FACTORS)):
 
     @staticmethod
     def parse(text: str) -> "Case":
-        names = dict(word.split("=") for word in text.split())
-        return Case(**{factor: FACTORS[factor][name] for factor, name in names.items()})
+        words = [word.split("=") for word in text.split()]
+        return Case(**{factor: FACTORS[factor][name] for factor, name in words})
 
     def __reduce__(self) -> Any:
         return Case.parse, (str(self),)  # functions of levels cannot be sent to the ranks
@@ -247,13 +247,15 @@ def is_valid(case: Case) -> bool:
     return not any(invalid)
 
 
-def draw_cases(chance: random.Random) -> Iterator[Case]:
-    """Draw a level of each factor, again and again; yield the valid cases."""
-    while True:
-        drawn = {factor: chance.choice([*levels.values()]) for factor, levels in FACTORS.items()}
-        case = Case(**drawn)
+def drawn_cases(seed: int, count: int) -> list[Case]:
+    """Return valid cases, each with drawn levels."""
+    chance = random.Random(seed)
+    cases = list[Case]()
+    while len(cases) < count:
+        case = Case(*(chance.choice([*levels.values()]) for levels in FACTORS.values()))
         if is_valid(case):
-            yield case
+            cases.append(case)
+    return [*dict.fromkeys(cases)]
 
 
 def levels_of(case: Case) -> set[Any]:
@@ -274,8 +276,8 @@ def cost_of(case: Case) -> float:
 
 def daily_cases() -> list[Case]:
     """Return cases that together try each level, found greedily."""
-    drawn = itertools.islice(draw_cases(random.Random(0)), 2000)
-    return sweeps.greedy_cover({case: levels_of(case) for case in drawn}, cost_of)
+    tried = {case: levels_of(case) for case in drawn_cases(seed=0, count=2000)}
+    return sweeps.greedy_cover(tried, cost_of)
 
 
 # What a rank trains in a case.
@@ -318,13 +320,12 @@ def training_of(case: Case, rank: int, ranks: int, place: Path) -> continuing.Tr
         "val_check_interval": case.length(ranks) - 1,
         "model": partial(module, dropout=0.5 if case.repeats_random_numbers else 0.0),
     }
-    strategy: dict[str, Any] = {}
-    if ranks == 3:
-        # DDP would rebuild its buckets after the first step, and three ranks would then
-        # add up in another order.
-        strategy["find_unused_parameters"] = True
-    loaders = partial(loaders_of, case, rank)
-    return continuing.Training(loaders, place.parent, ranks, options, strategy, name=place.name)
+    # Otherwise DDP rebuilds its buckets after the first step, and three ranks then add up in
+    # another order.
+    strategy = {"find_unused_parameters": ranks == 3}
+    return continuing.Training(
+        partial(loaders_of, case, rank), place.parent, ranks, options, strategy, name=place.name
+    )
 
 
 # Playing a case, on each rank. Nothing is judged there.
@@ -415,8 +416,12 @@ def judge(case: Case, before: list[ToStop], after: list[AfterStop]) -> str:
     epoch, done_in_epoch = divmod(before[0].done, case.length(case.ranks.before))
     if not done_in_epoch or case.starts_again:
         return fault_in_epochs_from(epoch, case, after)
-    later = fault_in_epochs_from(epoch + 1, case, after)
-    return joined([later, fault_in_rest(case, epoch, before, after)])
+    return joined(
+        [
+            fault_in_rest(case, epoch, before, after),
+            fault_in_epochs_from(epoch + 1, case, after),
+        ]
+    )
 
 
 def fault_until_stop(case: Case, played: ToStop) -> str:
@@ -528,5 +533,4 @@ def test_runs_of_a_new_seed_equal_whole_runs(
 ) -> None:
     """This holds for cases that are drawn from all levels of all factors."""
     seed, count = sweeps.new_seed(capsys, 60)
-    cases = [*dict.fromkeys(itertools.islice(draw_cases(random.Random(seed)), count))]
-    sweeps.expect_nothing_wrong(faults_of(cases, tmp_path), REPEAT)
+    sweeps.expect_nothing_wrong(faults_of(drawn_cases(seed, count), tmp_path), REPEAT)

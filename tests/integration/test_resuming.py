@@ -187,10 +187,11 @@ CASES = {
 def continue_case(rank: int, world_size: int, directory: Path, name: str) -> dict[str, str]:
     """Return the differences of runs that resume, and resume again."""
     case = CASES[name]
-    training = continuing.Training(
-        partial(case.loaders, rank), directory, options=dict(case.options)
+    return continuing.generations(
+        continuing.Training(partial(case.loaders, rank), directory, options=dict(case.options)),
+        case.saved_at,
+        case.saved_again_at,
     )
-    return continuing.generations(training, case.saved_at, case.saved_again_at)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -265,8 +266,9 @@ def save_after_fit(directory: Path, *functions: str, **limits: int) -> str:
     """Fit, call these functions of the Trainer, and save."""
     L.seed_everything(7, verbose=False)
     module = continuing.Net(continuing.shuffled(20))
-    options = {"num_sanity_val_steps": 0, "limit_val_batches": 0, **limits}
-    trainer = make_trainer(make_strategy("ours", directory), **options)
+    trainer = make_trainer(
+        make_strategy("ours", directory), num_sanity_val_steps=0, limit_val_batches=0, **limits
+    )
     for function in ("fit", *functions):
         getattr(trainer, function)(module)
     path = directory / "finished.ckpt"

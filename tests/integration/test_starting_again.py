@@ -43,8 +43,11 @@ def divided_by_strategy(
 
 def divided_by_user(samples: int = SAMPLES) -> DataLoader[Any]:
     """Return a loader whose samples the user's sampler divides among the ranks."""
-    sampler = continuing.Turning(samples, dist.get_rank(), dist.get_world_size())
-    return DataLoader(continuing.Numbers(samples), 2, sampler=sampler)
+    return DataLoader(continuing.Numbers(samples), 2, sampler=turning(samples))
+
+
+def turning(samples: int = SAMPLES) -> continuing.Turning:
+    return continuing.Turning(samples, dist.get_rank(), dist.get_world_size())
 
 
 def stateful(samples: int = SAMPLES, **options: Any) -> Any:
@@ -56,24 +59,29 @@ def stateful(samples: int = SAMPLES, **options: Any) -> Any:
 
 
 def training_on(
-    directory: Path, loaders: continuing.Loaders, ranks: int = 2, **options: Any
+    directory: Path,
+    loaders: continuing.Loaders,
+    ranks: int = 2,
+    *,
+    strategy: Mapping[str, Any] = {},
+    **options: Any,
 ) -> continuing.Training:
-    """Return two epochs of training, whose weights draw no random numbers.
-
-    The options are the Trainer's; ``strategy`` holds those of the strategy.
+    """Return two epochs of training, whose weights draw no random numbers; the options are
+    those of the Trainer.
     """
-    strategy = options.pop("strategy", {})
     options = {"max_epochs": 2, "model": continuing.WITHOUT_DROPOUT, **options}
-    return continuing.Training(loaders, directory, ranks, options, strategy)
+    return continuing.Training(loaders, directory, ranks, options, dict(strategy))
 
 
 def on_ranks_of(
     training: continuing.Training, function: Callable[..., Any], *args: Any
 ) -> list[Any]:
     """Return the results of ``function(training, *args)`` on the ranks of a training."""
-    ranks = {"world_size": training.devices}
-    training.directory.mkdir(exist_ok=True)
-    return on_ranks(training.side, call, training.directory, function, training, *args, **ranks)
+    directory = training.directory
+    directory.mkdir(exist_ok=True)
+    return on_ranks(
+        training.side, call, directory, function, training, *args, world_size=training.devices
+    )
 
 
 def call(kind: Kind, directory: Path, function: Callable[..., Any], *args: Any) -> Any:
@@ -82,8 +90,7 @@ def call(kind: Kind, directory: Path, function: Callable[..., Any], *args: Any) 
 
 def save_at(training: continuing.Training, point: str) -> str:
     """Save on the ranks of a training at a point; return the path."""
-    path: str = on_ranks_of(training, continuing.Training.run, point)[0].saved[point]
-    return path
+    return on_ranks_of(training, continuing.Training.run, point)[0].saved[point]
 
 
 # An epoch that starts again.
@@ -94,14 +101,16 @@ class Change(NamedTuple):
 
     Attributes:
         reason: a part of the warning.
+        before: the loaders of the ranks that save.
+        after: those of the ranks that resume, by default the same.
         ranks: the number of ranks that resume.
         options: see ``training_on``.
         repeats_samples: whether a rank reads the same samples in epoch 1 of each run.
     """
 
-    before: continuing.Loaders
-    after: continuing.Loaders
     reason: str
+    before: continuing.Loaders
+    after: continuing.Loaders | None = None
     ranks: int = 2
     options: Mapping[str, Any] = {}
     repeats_samples: bool = True
@@ -122,7 +131,8 @@ def expect_epoch_again(change: Change, directory: Path) -> None:
     rank 0 warns once, with reason and remedy.
     """
     path = save_at(training_on(directory, change.before, **change.options), LATER)
-    resuming = training_on(directory / "resumed", change.after, change.ranks, **change.options)
+    loaders = change.after or change.before
+    resuming = training_on(directory / "resumed", loaders, change.ranks, **change.options)
     by_rank = on_ranks_of(resuming, resume_beside_whole, path)
     expect_warning(change.reason, [resumed.warned for _, resumed in by_rank])
     for whole, resumed in by_rank:
@@ -131,17 +141,16 @@ def expect_epoch_again(change: Change, directory: Path) -> None:
         assert [step.moment for step in steps] == [step.moment for step in expected]
         assert resumed.run.counts.optimiser_steps == STEPS_UNTIL_SAVE + len(expected)
         if change.repeats_samples:
-            samples, expected_samples = map(continuing.samples_of, (steps, expected))
-            assert sorted(samples) == sorted(expected_samples)
+            assert sorted(continuing.samples_of(steps)) == sorted(continuing.samples_of(expected))
 
 
 def expect_warning(reason: str, warned_by_rank: list[list[str]]) -> None:
     """Fail unless only rank 0 warns, once, with this reason and one of the remedies."""
     [warning], *warned_on_others = warned_by_rank
     assert not any(warned_on_others)
-    begin, _, cause = warning.partition(": ")
-    assert begin == "epoch 1 cannot be resumed in the middle, so that epoch starts again"
-    given_reason, _, remedy = cause.partition("; ")
+    begin = "epoch 1 cannot be resumed in the middle, so that epoch starts again: "
+    assert warning.startswith(begin)
+    given_reason, _, remedy = warning.removeprefix(begin).partition("; ")
     assert reason in given_reason
     assert any(words in remedy for words in REMEDIES)
 
@@ -156,8 +165,12 @@ def beside_stream(loader: continuing.Loaders) -> list[Any]:
 
 def beside_stateful_stream(samples: int, streamed: int) -> list[Any]:
     """Return a loader of so many samples, and a stream with a state."""
-    stream = continuing.Stream(streamed, dist.get_rank())
-    return [divided_by_strategy(samples), StatefulDataLoader(stream, batch_size=2)]
+    return [divided_by_strategy(samples), stateful_stream(streamed)]
+
+
+def stateful_stream(samples: int) -> Any:
+    """Return a loader with a state of this rank's own numbers."""
+    return StatefulDataLoader(continuing.Stream(samples, dist.get_rank()), batch_size=2)
 
 
 def short_and_long() -> list[Any]:
@@ -195,43 +208,36 @@ def sampled_by(sampler: type[Any], samples: int) -> DataLoader[Any]:
     return DataLoader(continuing.Numbers(samples), 2, sampler=sampler())
 
 
-def without_order(loaders: continuing.Loaders, reason: str, **facts: Any) -> Change:
-    """Return a case in which nothing changes."""
-    return Change(loaders, loaders, reason, **facts)
-
-
 OTHER_ORDER = "draws another order"
 UNKNOWN_ORDER = "yields batches in an order that cannot be drawn again"
 BEGUN_AGAIN = "begun again beside a longer loader"
 WITHOUT_ORDER = {
-    "a stream beside samples": without_order(
-        partial(beside_stream, divided_by_strategy), UNKNOWN_ORDER
+    "a stream beside samples": Change(UNKNOWN_ORDER, partial(beside_stream, divided_by_strategy)),
+    "a stream beside a loader with a state": Change(
+        UNKNOWN_ORDER, partial(beside_stream, stateful)
     ),
-    "a stream beside a loader with a state": without_order(
-        partial(beside_stream, stateful), UNKNOWN_ORDER
+    "a stream that has begun again": Change(
+        BEGUN_AGAIN, partial(beside_stateful_stream, samples=SAMPLES, streamed=2)
     ),
-    "a stream that has begun again": without_order(
-        partial(beside_stateful_stream, samples=SAMPLES, streamed=2), BEGUN_AGAIN
+    "a loader that has begun again beside a stream": Change(
+        BEGUN_AGAIN, partial(beside_stateful_stream, samples=4, streamed=8)
     ),
-    "a loader that has begun again beside a stream": without_order(
-        partial(beside_stateful_stream, samples=4, streamed=8), BEGUN_AGAIN
-    ),
-    "a loader that has begun again beside a longer one": without_order(short_and_long, BEGUN_AGAIN),
+    "a loader that has begun again beside a longer one": Change(BEGUN_AGAIN, short_and_long),
     # The shorter of two loaders has begun again, and each rank has another number of batches
     # of it than it knows.
-    "uneven loaders": without_order(
-        uneven_loaders,
+    "uneven loaders": Change(
         BEGUN_AGAIN,
+        uneven_loaders,
         options={"strategy": {"uneven_inputs": "stop_at_shortest"}, **UNDIVIDED},
     ),
-    "workers that yield the first batch that is ready": without_order(
-        partial(divided_by_strategy, in_order=False, **continuing.workers(2)), UNKNOWN_ORDER
+    "workers that yield the first batch that is ready": Change(
+        UNKNOWN_ORDER, partial(divided_by_strategy, in_order=False, **continuing.workers(2))
     ),
-    "a sampler by the clock": without_order(
-        partial(sampled_by, ByTheClock, SAMPLES), OTHER_ORDER, repeats_samples=False
+    "a sampler by the clock": Change(
+        OTHER_ORDER, partial(sampled_by, ByTheClock, SAMPLES), repeats_samples=False
     ),
-    "a sampler without a length": without_order(
-        partial(sampled_by, WithoutLength, 8), UNKNOWN_ORDER, options=UNDIVIDED
+    "a sampler without a length": Change(
+        UNKNOWN_ORDER, partial(sampled_by, WithoutLength, 8), options=UNDIVIDED
     ),
 }
 
@@ -264,39 +270,37 @@ def two_loaders() -> CombinedLoader:
 OTHER_RANKS = "another number of ranks"
 CHANGES = {
     "more samples": Change(
+        "another length than when the checkpoint was saved (16, now 28)",
         divided_by_strategy,
         partial(divided_by_strategy, samples=28),
-        "another length than when the checkpoint was saved (16, now 28)",
     ),
     "fewer samples than were read": Change(
+        "another length than when the checkpoint was saved (16, now 6)",
         divided_by_strategy,
         partial(divided_by_strategy, samples=6),
-        "another length than when the checkpoint was saved (16, now 6)",
     ),
     "more samples that the user divides": Change(
-        divided_by_user, partial(divided_by_user, samples=28), "another length", options=UNDIVIDED
+        "another length", divided_by_user, partial(divided_by_user, samples=28), options=UNDIVIDED
     ),
     "workers of a loader with a state": Change(
-        stateful, partial(stateful, **continuing.workers()), "another number of workers"
+        "another number of workers", stateful, partial(stateful, **continuing.workers())
     ),
     "other batches on each rank": Change(
+        "another length",
         partial(undivided, batch_size=2),
         partial(undivided, batch_size=3),
-        "another length",
         options=UNDIVIDED,
     ),
-    "a state for a sampler": Change(divided_by_strategy, stateful, "another kind"),
+    "a state for a sampler": Change("another kind", divided_by_strategy, stateful),
     "two loaders for one": Change(
-        divided_by_strategy, two_loaders, "began with 1 training loaders, and there are 2 now"
+        "began with 1 training loaders, and there are 2 now", divided_by_strategy, two_loaders
     ),
-    "another number of ranks for a loader with a state": Change(
-        stateful, stateful, OTHER_RANKS, ranks=1
-    ),
+    "another number of ranks for a loader with a state": Change(OTHER_RANKS, stateful, ranks=1),
     # Of the 7 samples that are left, rank 0 would have 3 in two batches, and the others 2 in
     # one batch.
-    "an epoch that would be uneven on more ranks": Change(exact, exact, OTHER_RANKS, ranks=3),
+    "an epoch that would be uneven on more ranks": Change(OTHER_RANKS, exact, ranks=3),
     "another number of ranks for the user's sampler": Change(
-        divided_by_user, divided_by_user, OTHER_RANKS, ranks=1, options=UNDIVIDED
+        OTHER_RANKS, divided_by_user, ranks=1, options=UNDIVIDED
     ),
 }
 
@@ -312,9 +316,9 @@ def test_an_epoch_whose_data_changed_starts_again(name: str, tmp_path: Path) -> 
 
 def turned_on_rank_one() -> DataLoader[Any]:
     """Return a loader whose order only differs from ``divided_by_user`` on rank 1."""
-    rank = dist.get_rank()
-    own = continuing.Turning(SAMPLES, rank, dist.get_world_size()).own
-    return DataLoader(continuing.Numbers(SAMPLES), 2, sampler=own[::-1] if rank == 1 else own)
+    own = turning().own
+    order = own[::-1] if dist.get_rank() == 1 else own
+    return DataLoader(continuing.Numbers(SAMPLES), 2, sampler=order)
 
 
 @pytest.mark.parametrize(
@@ -346,8 +350,9 @@ def test_each_rank_checks_a_place_that_one_rank_saved_alone(
     options = {"callbacks": [kill_in_third_step], "strategy": {"stop_checkpoint": path}}
     until_kill = training_on(tmp_path, before, **options, **one_epoch)
     launch_ranks(call, 2, continuing.Training.run, until_kill)
-    resuming = training_on(tmp_path / "resumed", after, **one_epoch)
-    first, second = on_ranks_of(resuming, continuing.resume, path)
+    first, second = on_ranks_of(
+        training_on(tmp_path / "resumed", after, **one_epoch), continuing.resume, path
+    )
     for resumed in (first, second):
         assert [step.batch for step in resumed.run.steps] == [0, 1, 2, 3]
     [warning] = first.warned
@@ -365,15 +370,10 @@ NO_POSITION = (
 )
 
 
-def stateful_stream() -> Any:
-    """Return a stream of this rank's own numbers, with a state."""
-    return StatefulDataLoader(continuing.Stream(STREAMED, dist.get_rank()), batch_size=2)
-
-
 @pytest.mark.parametrize("kind", ["stock", "another release"])
 def test_a_checkpoint_without_a_position_repeats_the_epoch(kind: str, tmp_path: Path) -> None:
     """Each rank reads all its own data again, and rank 0 warns with the remedy."""
-    training = training_on(tmp_path, stateful_stream)
+    training = training_on(tmp_path, partial(stateful_stream, STREAMED))
     path = save_at(replace(training, side="stock" if kind == "stock" else "ours"), MIDDLE)
     if kind == "another release":
         checkpoint = torch.load(path, weights_only=False)
@@ -442,8 +442,7 @@ def test_a_resumed_run_can_be_saved_before_its_first_batch(tmp_path: Path) -> No
     options: dict[str, Any] = {"max_epochs": 1, "model": continuing.Net}
     path = save_at(training_on(tmp_path, TWENTY_FOUR, **options), MIDDLE)
     for ranks in (1, 2):
-        place = tmp_path / f"{ranks} ranks"
-        resuming = training_on(place, TWENTY_FOUR, ranks, **options)
+        resuming = training_on(tmp_path / f"{ranks} ranks", TWENTY_FOUR, ranks, **options)
         for first, second in on_ranks_of(resuming, resume_twice, path):
             assert len(continuing.samples_of(first.steps)) == 16 // ranks
             assert continuing.samples_of(first.steps) == continuing.samples_of(second.steps)

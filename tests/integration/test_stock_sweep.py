@@ -43,16 +43,6 @@ class Numbered(Numbers):
         return torch.arange(4.0).mul(number + 1).sin() + noise / 10, target, number
 
 
-def own_sampler(samples: int, **options: Any) -> DataLoader[Any]:
-    sampler = DistributedSampler(range(samples), seed=2)
-    return DataLoader(Numbered(samples), sampler=sampler, **options)
-
-
-def own_generator(samples: int, **options: Any) -> DataLoader[Any]:
-    sampler = RandomSampler(range(samples), generator=torch.Generator().manual_seed(3))
-    return DataLoader(Numbered(samples), sampler=sampler, **options)
-
-
 class OwnIteration(DataLoader[Any]):
     """Starts torch's iterator when its first batch is requested."""
 
@@ -63,8 +53,14 @@ class OwnIteration(DataLoader[Any]):
 LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "in order": lambda samples, **options: DataLoader(Numbered(samples), **options),
     "shuffled": lambda samples, **options: DataLoader(Numbered(samples), shuffle=True, **options),
-    "own sampler": own_sampler,
-    "own generator": own_generator,
+    "own sampler": lambda samples, **options: DataLoader(
+        Numbered(samples), sampler=DistributedSampler(range(samples), seed=2), **options
+    ),
+    "own generator": lambda samples, **options: DataLoader(
+        Numbered(samples),
+        sampler=RandomSampler(range(samples), generator=torch.Generator().manual_seed(3)),
+        **options,
+    ),
     "stream": lambda samples, **options: DataLoader(
         training.Streamed(Numbered(samples)), **options
     ),
@@ -200,8 +196,7 @@ class Writer(callbacks.BasePredictionWriter):
     ) -> None:
         module.seen.append((prediction, indices))
 
-    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
-        module.seen.append((predictions, indices))
+    write_on_epoch_end = write_on_batch_end
 
 
 class Watched(L.LightningModule):
@@ -212,28 +207,30 @@ class Watched(L.LightningModule):
         seen: the records, in order.
         calls: those of the hooks of callbacks.
         strategy: options of the strategy that it needs.
+        dropout: the probability to drop a value; 0 draws no random numbers.
     """
 
     strategy: ClassVar[dict[str, Any]] = {}
+    dropout = 0.0
 
     def __init__(self, program: Program) -> None:
         super().__init__()
         self.program = program
         self.seen: list[Any] = []
         self.calls: list[Any] = []
-        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Identity(), nn.Linear(6, 1))
+        dropout = nn.Dropout(self.dropout)
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), dropout, nn.Linear(6, 1))
         metric = METRICS[program.metric]
         self.metric = None if metric is None else metric()
 
     def forward(self, x: Tensor) -> Tensor:
-        predicted: Tensor = self.layers(x.to(next(self.parameters()).dtype))
-        return predicted
+        return self.layers(x.to(next(self.parameters()).dtype))
 
     def loss(self, stage: str, batch: Any) -> Tensor:
         """Record the batch; return its loss, after logging it."""
         x, y, numbers = batch
         self.seen.append((stage, self.current_epoch, numbers))
-        loss: Tensor = (self(x) - y).square().mean()
+        loss = (self(x) - y).square().mean()
         self.log_loss(stage, loss.detach() + self.global_rank)
         return loss
 
@@ -293,10 +290,8 @@ class Watched(L.LightningModule):
 # What a model also has or does: classes that extend the hooks of those before.
 
 
-class Dropout(Watched):
-    def __init__(self, program: Program) -> None:
-        super().__init__(program)
-        self.layers[2] = nn.Dropout(0.3)
+class DropsOut(Watched):
+    dropout = 0.3
 
 
 class OptimizesManually(Watched):
@@ -316,8 +311,10 @@ class SchedulesByValidationLoss(Watched):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        plateau = {"scheduler": scheduler, "monitor": "val_loss", "strict": False}
-        return {"optimizer": optimizer, "lr_scheduler": plateau}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss", "strict": False},
+        }
 
 
 class LogsInHooks(Watched):
@@ -422,7 +419,7 @@ class SkipsEpochsAfterTwoBatches(Watched):
 
 
 MODEL: dict[str, type[Watched]] = {
-    "dropout": Dropout,
+    "dropout": DropsOut,
     "manual": OptimizesManually,
     "plateau": SchedulesByValidationLoss,
     "hooks": LogsInHooks,
@@ -444,8 +441,7 @@ MODEL: dict[str, type[Watched]] = {
 def model_of(program: Program) -> Watched:
     """Return a model with the program's parts, of which later ones extend earlier ones."""
     parts = [MODEL[name] for name in reversed(program.model)]
-    model: Watched = type("Model", (*parts, Watched), {})(program)
-    return model
+    return type("Model", (*parts, Watched), {})(program)
 
 
 # Running a program on a rank.
@@ -476,8 +472,7 @@ def run(kind: training.Kind, module: Watched, place: Path) -> list[Any]:
     for name in module.program.afterwards:
         if name == NEW_TRAINER:
             trainer = make_trainer(kind, module, place)
-        result = AFTERWARDS[name](trainer, module)
-        found += [result, seen_with(trainer, module, place)]
+        found += [AFTERWARDS[name](trainer, module), seen_with(trainer, module, place)]
     return found
 
 
@@ -577,9 +572,16 @@ def parts_of(program: Program) -> set[Any]:
     early = EARLY_ENDS.intersection(program.options)
     if early:
         return early
-    loaders = {("train", program.train), ("validation", program.validation)}
-    several = {*program.model, *program.logged, *program.callbacks, *program.afterwards}
-    return {*loaders, *program.options, ("metric", program.metric), *several}
+    return {
+        ("train", program.train),
+        ("validation", program.validation),
+        ("metric", program.metric),
+        *program.options,
+        *program.model,
+        *program.logged,
+        *program.callbacks,
+        *program.afterwards,
+    }
 
 
 def cover() -> list[Program]:

@@ -12,8 +12,9 @@ from tests.harness.scripts import run_script
 
 def texts_after(label: str, output: str) -> list[str]:
     """Return the rest of each line that begins with a label, sorted."""
-    lines = output.splitlines()
-    return sorted(line.removeprefix(label) for line in lines if line.startswith(label))
+    return sorted(
+        line.removeprefix(label) for line in output.splitlines() if line.startswith(label)
+    )
 
 
 # Replaces itself by a module of its working directory.
@@ -56,7 +57,7 @@ def test_ranks_of_a_module_start_as_it_did(tmp_path: Path) -> None:
     (package / "train.py").write_text(PRINTS_START)
     output = run_script(RUNS_MODULE, cwd=tmp_path)
     same = {"world_size": 2, "arguments": ["--lr", "0.1"], "directory": str(tmp_path)}
-    starts = [json.loads(text) for text in texts_after("started: ", output)]
+    starts = [*map(json.loads, texts_after("started: ", output))]
     assert starts == [{"rank": 0, **same}, {"rank": 1, **same}], output
 
 
@@ -95,8 +96,8 @@ def test_a_process_that_trained_alone_starts_ranks_and_joins_them() -> None:
     A ``RANK`` without the other variables of a launcher has no effect.
     """
     output = run_script(ALONE_FIRST, "guarded", env={"RANK": "3"}, time_limit=TIME_LIMIT)
-    expected = ["rank 0 of 1", "rank 0 of 2", "rank 1 of 2"]
-    assert texts_after("trains: ", output) == expected, output
+    places = texts_after("trains: ", output)
+    assert places == ["rank 0 of 1", "rank 0 of 2", "rank 1 of 2"], output
 
 
 @pytest.mark.nightly

@@ -81,8 +81,14 @@ def training_script(
     """Return the only process of the harness that runs the script; it starts the ranks."""
     path = directory / "script.py"
     path.write_text(TRAINS)
-    env = {**env, MARK: mark_of_script()}
-    return RankProcesses(be_the_script, 1, path, (strategy, action), directory, env=env)
+    return RankProcesses(
+        be_the_script,
+        1,
+        path,
+        (strategy, action),
+        directory,
+        env={**env, MARK: mark_of_script()},
+    )
 
 
 def mark_of_script() -> str:
@@ -178,8 +184,9 @@ def test_a_stuck_child_is_stopped_after_the_time_limit(
     with subprocess.Popen(["sleep", "99"]) as child:
         join_at_exit(child, 60.0, monkeypatch)
         assert child.returncode == -signal.SIGTERM
-    verdict = "did not exit within 0.1 s and was stopped"
-    assert capsys.readouterr().err == f"local rank 1 (pid {child.pid}) {verdict}\n"
+    assert capsys.readouterr().err == (
+        f"local rank 1 (pid {child.pid}) did not exit within 0.1 s and was stopped\n"
+    )
 
 
 class InTheKernel(subprocess.Popen[bytes]):
@@ -197,5 +204,6 @@ def test_a_child_that_no_signal_ends_is_named(
         join_at_exit(child, 0.1, monkeypatch)
         assert child.returncode is None
         subprocess.Popen.send_signal(child, signal.SIGKILL)
-    verdict = "is still running although it was killed"
-    assert capsys.readouterr().err == f"local rank 1 (pid {child.pid}) {verdict}\n"
+    assert capsys.readouterr().err == (
+        f"local rank 1 (pid {child.pid}) is still running although it was killed\n"
+    )
