@@ -375,14 +375,19 @@ class Training:
         chosen["callbacks"] = [saver, *chosen.get("callbacks", ())]
         trainer = make_trainer(make_strategy(self.side, self.directory, **self.strategy), **chosen)
         status = _fit_until_stop(trainer, module, ckpt_path)
-        weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
         loop = trainer.fit_loop.epoch_loop
-        counts = Counts(
-            optimiser_steps=trainer.global_step,
-            logged_steps=loop._batches_that_stepped,
-            batches=loop.batch_progress.total.completed,
+        return Run(
+            steps=module.steps,
+            weights=torch.cat([each.detach().flatten() for each in module.parameters()]),
+            counts=Counts(
+                optimiser_steps=trainer.global_step,
+                logged_steps=loop._batches_that_stepped,
+                batches=loop.batch_progress.total.completed,
+            ),
+            events=module.events,
+            saved=saver.saved,
+            status=status,
         )
-        return Run(module.steps, weights, counts, module.events, saver.saved, status)
 
 
 class Resumed(NamedTuple):
@@ -445,9 +450,9 @@ def generations(
     differences: dict[str, str] = {}
 
     def resume_at(point: str, run: Run, name: str, *saved_at: str) -> Run:
-        own_folder = replace(training, name=f"{training.name}/{name}")
-        resumed = own_folder.run(*saved_at, ckpt_path=run.saved[point])
         done = int(point.rpartition("-")[2])
+        in_own_folder = replace(training, name=f"{training.name}/{name}")
+        resumed = in_own_folder.run(*saved_at, ckpt_path=run.saved[point])
         differences[name] = difference(whole, done, resumed, batches_of_step=batches_of_step)
         return resumed
 

@@ -294,11 +294,12 @@ def errors_of_tests(
 ) -> dict[str, str]:
     """Test with each file, one after another in one process; return the errors."""
     errors = {}
-    weights_only = True if kind == "stock" else None  # which is torch's own default
     for name, file in files.items():
         path = checkpointing.reachable(file, directory, is_mapped=is_mapped)
         trainer = checkpointing.trainer_for(
-            kind, directory, RankZeroCheckpointIO(weights_only=weights_only)
+            kind,
+            directory,
+            RankZeroCheckpointIO(weights_only=True if kind == "stock" else None),
         )
         error = training.raised(
             (CheckpointError, FileNotFoundError),
@@ -390,12 +391,11 @@ def run_command(
     """
     begun: list[int] = []
     begin = training.At("on_train_start", lambda trainer: begun.append(trainer.global_step))
-    saver = ModelCheckpoint(kept, save_last=True)
     trainer = checkpointing.trainer_for(
         kind,
         directory,
         RankZeroCheckpointIO(),
-        [begin, saver, *callbacks],
+        [begin, ModelCheckpoint(kept, save_last=True), *callbacks],
         max_epochs=EPOCHS,
         default_root_dir=directory,
     )
@@ -481,10 +481,17 @@ def resume_from_store(kind: training.Kind, directory: Path) -> list[int]:
     """Return the steps at which two runs begin that save to the same URL."""
     begun: list[int] = []
     for epochs in (1, 2):
-        saving = ModelCheckpoint("memory://bucket/run", save_last=True)
         begin = training.At("on_train_start", lambda trainer: begun.append(trainer.global_step))
-        options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": epochs}
-        training.fit(kind, directory, training.Net(), saving, begin, ckpt_path="last", **options)
+        training.fit(
+            kind,
+            directory,
+            training.Net(),
+            ModelCheckpoint("memory://bucket/run", save_last=True),
+            begin,
+            ckpt_path="last",
+            enable_checkpointing=True,
+            max_epochs=epochs,
+        )
     return begun
 
 

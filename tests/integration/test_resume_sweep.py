@@ -5,7 +5,7 @@ play it and return the runs; the test's process judges them. On the same number 
 the resumed run must equal a whole run to the last bit, with dropout if it stops between
 two optimiser steps. On another number the rest of the epoch must be divided among the
 ranks. The epoch starts again with a stream, and if another number of ranks cannot share
-its rest.
+its rest. These are promises of docs/guides/resuming.md; ``Case`` says which of them hold.
 
 ``make test`` plays few cases that together have each level of each factor, ``make
 nightly`` cases of a new seed (``SWEEP_SEED``, ``SWEEP_COUNT``).
@@ -89,12 +89,16 @@ SAMPLERS = {
         lambda data, generator: {
             "batch_sampler": DistributedBatchSamplerWrapper(
                 in_batches(data, generator, BatchSampler)
-            )
+            ),
+            "batch_size": 1,  # torch's default, which a batch sampler needs
         },
         divides_itself=True,
     ),
     "batches": Sampler(
-        lambda data, generator: {"batch_sampler": in_batches(data, generator, continuing.Backwards)}
+        lambda data, generator: {
+            "batch_sampler": in_batches(data, generator, continuing.Backwards),
+            "batch_size": 1,
+        }
     ),
     # Each rank reads its own numbers.
     "stream": Sampler(lambda data, generator: {}, can_be_shared=False),
@@ -234,17 +238,18 @@ class Case(namedtuple("Case", FACTORS)):
 def is_valid(case: Case) -> bool:
     """Return whether a case can be played and judged."""
     draws_by_itself = case.sampler is STATEFUL and not case.is_injected
-    stops = [stop for stop in (case.stop, case.again) if stop is not None]
-    invalid = (
-        case.sampler is STREAM and case.again is not None,
-        # torchdata draws an order where workers start, and the seed of its orders
-        # when the loader is made.
-        draws_by_itself and case.workers == "kept",
-        draws_by_itself and any(stop.is_between_epochs for stop in stops),
-        # On other ranks, the steps that are repeated or done are not known.
-        not case.keeps_ranks and (case.optimizing == "second" or case.again is not None),
+    return not any(
+        (
+            case.sampler is STREAM and case.again is not None,
+            # torchdata draws an order where workers start, and the seed of its orders
+            # when the loader is made.
+            draws_by_itself and case.workers == "kept",
+            draws_by_itself and case.stop.is_between_epochs,
+            draws_by_itself and case.again is not None and case.again.is_between_epochs,
+            # On other ranks, the steps that are repeated or done are not known.
+            not case.keeps_ranks and (case.optimizing == "second" or case.again is not None),
+        )
     )
-    return not any(invalid)
 
 
 def drawn_cases(seed: int, count: int) -> list[Case]:
@@ -295,8 +300,6 @@ def loader_of(case: Case, rank: int, number: int) -> Any:
         return DataLoader(continuing.Stream(STREAMED, rank, first), **options)
     data: Any = [torch.tensor([float(first + place)]) for place in range(SAMPLES)]
     options |= case.sampler.options(data, options["generator"])
-    if "batch_sampler" in options:
-        del options["batch_size"]
     return (StatefulDataLoader if case.sampler is STATEFUL else DataLoader)(data, **options)
 
 
@@ -358,18 +361,17 @@ AfterStop = tuple[continuing.Run, continuing.Run]
 def play_to_stop(case: Case, rank: int, ranks: int, place: Path) -> ToStop:
     """Play a case until its first stop, and on the same ranks to its end."""
     training = training_of(case, rank, ranks, place)
-    stop = case.stop
-    done = case.steps_until(stop, case.epoch, ranks)
-    if stop.is_signal:
-        is_validation = stop.hook == "validation_batch_start"
-        earlier = case.epoch * VALIDATION_BATCHES if is_validation else done - 1
-        stopping = signalled(f"on_{stop.hook}", earlier, ranks=[case.epoch % ranks])
+    done = case.steps_until(case.stop, case.epoch, ranks)
+    if case.stop.is_signal:
+        is_validation = case.stop.hook == "validation_batch_start"
+        earlier = case.epoch * VALIDATION_BATCHES if is_validation else done - 1  # calls
+        stopping = signalled(f"on_{case.stop.hook}", earlier, ranks=[case.epoch % ranks])
         stopped = training.run(default_root_dir=place, callbacks=[stopping])
         whole = training.run()
         done = len(stopped.steps)  # the ranks may agree on a later stop
         path = str(next(place.rglob("last-preempted.ckpt"), ""))
     else:
-        point = f"{stop.hook}-{done}"
+        point = f"{case.stop.hook}-{done}"
         whole = stopped = training.run(point)
         path = whole.saved[point]
     resumed, resumed_again = resume(case, training, path) if case.keeps_ranks else (None, None)
@@ -418,7 +420,7 @@ def judge(case: Case, before: list[ToStop], after: list[AfterStop]) -> str:
         return fault_in_epochs_from(epoch, case, after)
     return joined(
         [
-            fault_in_rest(case, epoch, before, after),
+            fault_in_rest(epoch, before, after, samples_twice(case, done_in_epoch)),
             fault_in_epochs_from(epoch + 1, case, after),
         ]
     )
@@ -470,8 +472,19 @@ def fault_in_epochs_from(epoch: int, case: Case, after: list[AfterStop]) -> str:
     return ""
 
 
-def fault_in_rest(case: Case, epoch: int, before: list[ToStop], after: list[AfterStop]) -> str:
-    """Check that an epoch's rest has each sample, and none twice if the ranks divide it evenly."""
+def samples_twice(case: Case, done_in_epoch: int) -> int:
+    """Return how many samples the ranks may read twice in the rest of an epoch, to fill the
+    last batch of each loader.
+    """
+    left = SAMPLES - BATCH_SIZE * case.ranks.before * done_in_epoch
+    batch_of_all = BATCH_SIZE * case.ranks.after
+    return 0 if left % batch_of_all == 0 else batch_of_all * case.loaders
+
+
+def fault_in_rest(
+    epoch: int, before: list[ToStop], after: list[AfterStop], allowed_twice: int
+) -> str:
+    """Check that the ranks read each sample in an epoch, before the stop or after it."""
 
     def count(steps_by_rank: Iterable[list[continuing.Step]]) -> Counter[int]:
         steps = [step for steps in steps_by_rank for step in steps if step.epoch == epoch]
@@ -481,12 +494,7 @@ def fault_in_rest(case: Case, epoch: int, before: list[ToStop], after: list[Afte
     from_stop = [resumed.steps for _, resumed in after]
     whole = count(played.whole.steps for played in before)
     read = count([*until_stop, *from_stop])
-    done_by_all = BATCH_SIZE * sum(step.epoch == epoch for steps in until_stop for step in steps)
-    batches_of_all = BATCH_SIZE * case.ranks.after
-    is_even = (SAMPLES - done_by_all) % batches_of_all == 0
-    # Else, each rank may fill its last batch of each loader.
-    repeated = 0 if is_even else batches_of_all * case.loaders
-    if whole - read or (read - whole).total() > repeated:
+    if whole - read or (read - whole).total() > allowed_twice:
         return f"leaves out {sorted(whole - read)} and reads {sorted(read - whole)} twice"
     numbers = {len(steps) for steps in from_stop}
     return "" if len(numbers) == 1 else f"the ranks have different numbers of steps: {numbers}"

@@ -77,10 +77,15 @@ def on_ranks_of(
     training: continuing.Training, function: Callable[..., Any], *args: Any
 ) -> list[Any]:
     """Return the results of ``function(training, *args)`` on the ranks of a training."""
-    directory = training.directory
-    directory.mkdir(exist_ok=True)
+    training.directory.mkdir(exist_ok=True)
     return on_ranks(
-        training.side, call, directory, function, training, *args, world_size=training.devices
+        training.side,
+        call,
+        training.directory,
+        function,
+        training,
+        *args,
+        world_size=training.devices,
     )
 
 
@@ -131,8 +136,9 @@ def expect_epoch_again(change: Change, directory: Path) -> None:
     rank 0 warns once, with reason and remedy.
     """
     path = save_at(training_on(directory, change.before, **change.options), LATER)
-    loaders = change.after or change.before
-    resuming = training_on(directory / "resumed", loaders, change.ranks, **change.options)
+    resuming = training_on(
+        directory / "resumed", change.after or change.before, change.ranks, **change.options
+    )
     by_rank = on_ranks_of(resuming, resume_beside_whole, path)
     expect_warning(change.reason, [resumed.warned for _, resumed in by_rank])
     for whole, resumed in by_rank:
@@ -316,9 +322,8 @@ def test_an_epoch_whose_data_changed_starts_again(name: str, tmp_path: Path) -> 
 
 def turned_on_rank_one() -> DataLoader[Any]:
     """Return a loader whose order only differs from ``divided_by_user`` on rank 1."""
-    own = turning().own
-    order = own[::-1] if dist.get_rank() == 1 else own
-    return DataLoader(continuing.Numbers(SAMPLES), 2, sampler=order)
+    direction = -1 if dist.get_rank() == 1 else 1
+    return DataLoader(continuing.Numbers(SAMPLES), 2, sampler=turning().own[::direction])
 
 
 @pytest.mark.parametrize(
@@ -346,9 +351,13 @@ def test_each_rank_checks_a_place_that_one_rank_saved_alone(
     """
     path = str(tmp_path / "alone.ckpt")
     one_epoch: dict[str, Any] = {"max_epochs": 1, **UNDIVIDED}
-    kill_in_third_step = Kill("on_after_backward", earlier=2).callback()  # on rank 1
-    options = {"callbacks": [kill_in_third_step], "strategy": {"stop_checkpoint": path}}
-    until_kill = training_on(tmp_path, before, **options, **one_epoch)
+    until_kill = training_on(
+        tmp_path,
+        before,
+        strategy={"stop_checkpoint": path},
+        callbacks=[Kill("on_after_backward", earlier=2).callback()],  # of rank 1, in its third step
+        **one_epoch,
+    )
     launch_ranks(call, 2, continuing.Training.run, until_kill)
     first, second = on_ranks_of(
         training_on(tmp_path / "resumed", after, **one_epoch), continuing.resume, path
@@ -383,8 +392,10 @@ def test_a_checkpoint_without_a_position_repeats_the_epoch(kind: str, tmp_path: 
     assert first.warned == [NO_POSITION]
     assert second.warned == []
     for rank, resumed in enumerate((first, second)):
-        first_epoch = [step for step in resumed.run.steps if step.epoch == 0]
-        assert continuing.samples_of(first_epoch) == [*continuing.Stream(STREAMED, rank).numbers]
+        steps = resumed.run.steps
+        assert continuing.samples_of(step for step in steps if step.epoch == 0) == [
+            *continuing.Stream(STREAMED, rank).numbers
+        ]
 
 
 # An epoch that continues.
@@ -421,8 +432,12 @@ def resume_with_lower_limit(
 
 def test_an_epoch_beyond_its_limit_ends_after_one_step(tmp_path: Path) -> None:
     """It does not have as many batches again."""
-    options = {"accumulate_grad_batches": 2, "limit_train_batches": 8}
-    training = training_on(tmp_path, partial(divided_by_strategy, samples=40), **options)
+    training = training_on(
+        tmp_path,
+        partial(divided_by_strategy, samples=40),
+        accumulate_grad_batches=2,
+        limit_train_batches=8,
+    )
     for whole, steps in on_ranks_of(training, resume_with_lower_limit):
         assert [step.moment for step in steps] == [(0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
         assert continuing.samples_of(steps[:2]) == continuing.samples_of(whole[6:8])

@@ -449,10 +449,10 @@ def model_of(program: Program) -> Watched:
 
 def make_trainer(kind: training.Kind, module: Watched, place: Path) -> L.Trainer:
     """Return a Trainer of a module's program, which writes into ``place``."""
-    shared = place.parents[1]  # where all programs of these ranks connect
     made = [CALLBACKS[name](place) for name in module.program.callbacks]
     return training.make_trainer(
-        training.make_strategy(kind, shared, **module.strategy),
+        # All programs of these ranks connect in one directory.
+        training.make_strategy(kind, place.parents[1], **module.strategy),
         callbacks=[Watching(), Writer("batch_and_epoch"), *made],
         default_root_dir=place,
         logger=[
@@ -569,8 +569,7 @@ def parts_of(program: Program) -> set[Any]:
     """Return the parts that a program uses, apart from its numbers of samples; if it ends
     early, only that counts.
     """
-    early = EARLY_ENDS.intersection(program.options)
-    if early:
+    if early := EARLY_ENDS.intersection(program.options):
         return early
     return {
         ("train", program.train),
@@ -656,5 +655,5 @@ def test_programs_of_a_new_seed_see_what_they_see_with_stock(
 ) -> None:
     """What they see is equal to the last bit."""
     seed, count = sweeps.new_seed(capsys, 100)
-    programs = [draw(number) for number in range(seed, seed + count)]
+    programs = [*map(draw, range(seed, seed + count))]
     sweeps.expect_nothing_wrong(differences(programs, tmp_path), REPEAT)

@@ -75,7 +75,6 @@ class OwnIterator:
     def __init__(self) -> None:
         self.generator = random.Random(0)
         self.samples = list(range(SAMPLES))
-        self.rest = iter(self.samples)
 
     def __len__(self) -> int:
         return SAMPLES

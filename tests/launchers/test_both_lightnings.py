@@ -88,8 +88,10 @@ def test_a_script_uses_both_lightnings(tmp_path: Path) -> None:
     ``lightning``, whose Trainer then trains on the same ranks.
     """
     output = run_script(TRAINS_WITH_BOTH, str(tmp_path))
-    reports = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    reports.sort(key=lambda report: (report["steps"], report["rank"]))
+    reports = sorted(
+        (json.loads(line) for line in output.splitlines() if line.startswith("{")),
+        key=lambda report: (report["steps"], report["rank"]),
+    )
     of_lightning = {"lightnings": ["lightning"], "world size": 2, "steps": 1}
     of_pytorch_lightning = {
         "lightnings": ["pytorch_lightning"],

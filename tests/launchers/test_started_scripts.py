@@ -52,9 +52,8 @@ sys.stdout.flush()
 
 def test_ranks_of_a_module_start_as_it_did(tmp_path: Path) -> None:
     """With ``python -m``, the ranks have the same arguments and directory."""
-    package = tmp_path / "pkg"
-    package.mkdir()
-    (package / "train.py").write_text(PRINTS_START)
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "train.py").write_text(PRINTS_START)
     output = run_script(RUNS_MODULE, cwd=tmp_path)
     same = {"world_size": 2, "arguments": ["--lr", "0.1"], "directory": str(tmp_path)}
     starts = [*map(json.loads, texts_after("started: ", output))]
