@@ -69,7 +69,7 @@ def freeze_first_layer(trainer: L.Trainer) -> None:
     trainer.lightning_module.layers[0].requires_grad_(False)
 
 
-UNUSED_ON_RANK_ONE = [
+UNUSED = [  # on rank 1
     f"{layer}.{name}"
     for layer in ("layers.0", *(f"spare.{number}" for number in range(SPARE_LAYERS)))
     for name in ("weight", "bias")
@@ -86,7 +86,7 @@ def test_unused_parameters_are_named(tmp_path: Path) -> None:
     assert (first.exit_code, second.exit_code) == (1, 1)
     sentence = (
         "a backward pass on rank 1 did not reach these parameters:"
-        f" {', '.join(UNUSED_ON_RANK_ONE[:8])} and {len(UNUSED_ON_RANK_ONE) - 8} more; DDP waits for their gradients in"
+        f" {', '.join(UNUSED[:8])} and {len(UNUSED) - 8} more; DDP waits for their gradients in"
         " each backward pass. If the loss is not to depend on them, choose"
         " strategy='ddp_ext_find_unused_parameters_true', or"
         " DDPExtStrategy(find_unused_parameters=True)\n"
@@ -329,7 +329,8 @@ class UnfreezesOnOneRank(Unfrozen):
             UnfreezesTooLate,
             {},
             [
-                "layers.0.weight, layers.0.bias must be unfrozen before a training step, because DDP",
+                "layers.0.weight, layers.0.bias must be unfrozen before a training step, because"
+                " DDP",
                 "in on_train_batch_start",
             ],
             id="within",

@@ -209,8 +209,10 @@ def evaluate_uncounted(kind: Kind, directory: Path) -> dict[str, tuple[Any, Any]
         model = case.model()
         strategy = make_strategy(kind, directory, **case.strategy if kind == "ours" else {})
         trainer = make_trainer(strategy, **case.options)
-        loaders = case.loaders(trainer.global_rank)
-        evaluated[name] = (trainer.validate(model, loaders, verbose=False), model.samples)
+        evaluated[name] = (
+            trainer.validate(model, case.loaders(trainer.global_rank), verbose=False),
+            model.samples,
+        )
     return evaluated
 
 

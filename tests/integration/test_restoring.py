@@ -76,8 +76,8 @@ class SwapsWeights(checkpointing.Net):
 
 
 def evaluate(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> dict[str, Any]:
-    """Test, and return what the hook saw and kept, the weights that were loaded, and whether the file
-    is still mapped.
+    """Test; return what the hook saw and kept, the weights that were loaded, and whether the
+    file is still mapped.
     """
     model = SwapsWeights()
     path = checkpointing.reachable(path, directory, is_mapped=is_mapped)
@@ -299,6 +299,7 @@ def errors_of_tests(
         trainer = checkpointing.trainer_for(
             kind,
             directory,
+            # None is torch's own default, which is also True.
             RankZeroCheckpointIO(weights_only=True if kind == "stock" else None),
         )
         error = training.raised(
@@ -347,10 +348,9 @@ def test_a_file_without_checksums_is_read_with_a_warning(
     """Rank 0 warns, because changes to such a file cannot be detected."""
     with without_checksums():
         torch.save(torch.load(path, weights_only=False), path)
-    told, others = training.on_ranks(kind, warnings_of_test, tmp_path, path, is_mapped)
-    assert len(told) == 1
+    [warning], others = training.on_ranks(kind, warnings_of_test, tmp_path, path, is_mapped)
     shown = path if is_mapped else path.name
-    assert told[0].startswith(f"checkpoint {shown} has no checksums, so damage cannot be detected")
+    assert warning.startswith(f"checkpoint {shown} has no checksums, so damage cannot be detected")
     assert others == []
 
 
