@@ -23,7 +23,7 @@ from tests.harness.scripts import be_the_script, run_script
 
 # Trains with the strategy of the first argument. The second one is what rank 1 does:
 # ``stays`` before it imports anything; or ``lingers``, ``raises`` or ``dies`` after the
-# training; or nothing of that. Each process of a rank prints that it begins and ends.
+# training; or none of these. Rank 1 prints that it begins, and each rank that it ends.
 TRAINS = """
 import atexit
 import multiprocessing
