@@ -130,10 +130,9 @@ def test_a_static_graph_whose_first_step_accumulates_is_refused(
 def test_a_static_graph_may_accumulate_from_the_second_epoch(tmp_path: Path) -> None:
     """This is the remedy that the error names."""
     scheduler = GradientAccumulationScheduler({1: 2})
-    outcomes = training.fit_on(
-        2, tmp_path, training.Net(), scheduler, strategy={"static_graph": True}
+    output_of_all(
+        training.fit_on(2, tmp_path, training.Net(), scheduler, strategy={"static_graph": True})
     )
-    output_of_all(outcomes)
 
 
 # Frozen parameters.

@@ -429,6 +429,12 @@ def kept(stopped_once: Path, tmp_path: Path) -> Path:
     return (kept / "last.ckpt").rename(kept / "last-v1.ckpt").parent
 
 
+def round_times(kept: Path) -> None:
+    """Give all files the same time, as a store does that rounds times."""
+    for file in kept.rglob("*.ckpt"):
+        os.utime(file, (0, 0), follow_symlinks=False)
+
+
 def make_unreadable(path: Path) -> None:
     path.unlink()
     path.symlink_to("/proc/self/mem")  # where nothing is mapped, reading is an error
@@ -454,13 +460,10 @@ def make_unreadable(path: Path) -> None:
 def test_last_is_the_stop_checkpoint_even_if_it_cannot_be_read(
     damage: Callable[[Path], object], begin: str, remedy: str, kept: Path, tmp_path: Path
 ) -> None:
-    """Every rank names the file, also if its time is that of `last.ckpt`, as in a store that
-    rounds times.
-    """
+    """Every rank names the file, also if its time is that of `last.ckpt`."""
     [newest] = kept.glob(STOP_CHECKPOINT)
     damage(newest)
-    for file in kept.rglob("*.ckpt"):
-        os.utime(file, (0, 0), follow_symlinks=False)
+    round_times(kept)
     own, of_rank_1 = training.on_ranks("ours", error_of_command, tmp_path, kept)
     assert of_rank_1 == own
     assert own.startswith(begin.format(newest))
@@ -472,6 +475,7 @@ def test_without_the_stop_checkpoint_last_is_the_one_before(kept: Path, tmp_path
     [newest] = kept.glob(STOP_CHECKPOINT)
     stopped_at = torch.load(newest, weights_only=False)["global_step"]
     newest.unlink()
+    round_times(kept)
     (resumed_at, ended_at), _ = training.on_ranks("ours", run_command, tmp_path, kept)
     assert resumed_at in range(STEPS, stopped_at + 1, STEPS), "an epoch's end"
     assert ended_at == EPOCHS * STEPS

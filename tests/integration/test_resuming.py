@@ -288,8 +288,9 @@ def resume_after_fit(
     for done, limits in ((5, {"max_epochs": 1}), (3, {"max_steps": 3})):
         resumed = training.run(ckpt_path=save_after_fit(directory, **limits))
         differences.append(continuing.difference(whole, done, resumed))
-    validated = save_after_fit(directory, "validate", max_steps=3)
-    return differences, continuing.resume(training, validated)
+    return differences, continuing.resume(
+        training, save_after_fit(directory, "validate", max_steps=3)
+    )
 
 
 def test_a_finished_run_continues_where_training_was(tmp_path: Path) -> None:

@@ -602,8 +602,9 @@ def differences(programs: Sequence[Program], directory: Path) -> dict[Program, s
         sweeps.play_cases(partial(play, kind), programs, lambda _: 2, directory / kind)
         for kind in training.KINDS
     )
-    texts = {program: difference(ours[program], stock[program]) for program in programs}
-    return {program: text for program, text in texts.items() if text}
+    return {
+        program: text for program in programs if (text := difference(ours[program], stock[program]))
+    }
 
 
 def difference(ours: list[Any] | str, stock: list[Any] | str) -> str:
