@@ -243,27 +243,6 @@ class Net(L.LightningModule):
 WITHOUT_DROPOUT = partial(Net, dropout=0.0)
 
 
-Batches = dict[int, list[list[int]]]  # by epoch
-
-
-def read(
-    kind: Kind,
-    directory: Path,
-    make: Loaders,
-    callbacks: Sequence[L.Callback] = (),
-    **options: Any,
-) -> Batches:
-    """Train on what ``make`` returns, by default for two epochs; return the batches."""
-    module = Net(make)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fit(kind, directory, module, *callbacks, limit_val_batches=0, **options)
-    return {
-        epoch: [list(step.samples) for step in module.steps if step.epoch == epoch]
-        for epoch in {step.epoch for step in module.steps}
-    }
-
-
 # Where it is saved or stopped.
 
 
@@ -293,6 +272,29 @@ class Saver(L.Callback):
 def signal_rank_one(signum: int = signal.SIGTERM) -> L.Callback:
     """Return a callback that sends a signal to rank 1 in its second step."""
     return signalled("on_train_batch_end", 1, signum, ranks=[1])
+
+
+# Reading without a stop.
+
+Batches = dict[int, list[list[int]]]  # by epoch
+
+
+def read(
+    kind: Kind,
+    directory: Path,
+    make: Loaders,
+    callbacks: Sequence[L.Callback] = (),
+    **options: Any,
+) -> Batches:
+    """Train on what ``make`` returns, by default for two epochs; return the batches."""
+    module = Net(make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(kind, directory, module, *callbacks, limit_val_batches=0, **options)
+    return {
+        epoch: [list(step.samples) for step in module.steps if step.epoch == epoch]
+        for epoch in {step.epoch for step in module.steps}
+    }
 
 
 # Running and comparing.
@@ -398,6 +400,7 @@ class Resumed(NamedTuple):
 
 
 def resume(training: Training, path: str, **options: Any) -> Resumed:
+    """Resume a checkpoint with more options of the Trainer."""
     with warnings_with("that epoch starts again") as warned:
         run = training.run(ckpt_path=path, **options)
     return Resumed(run, warned)
