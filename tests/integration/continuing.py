@@ -36,7 +36,7 @@ from tests.harness.training import (
     warnings_with,
 )
 
-Loaders = Callable[[int, int], Any]  # of a rank in a world of this size
+Loaders = Callable[[], Any]  # makes one loader or several
 
 # What is read.
 
@@ -115,18 +115,20 @@ def workers(number: int = 1, **options: Any) -> dict[str, Any]:
 KEPT = workers(persistent_workers=True)
 
 
-def stream(samples: int, **options: Any) -> Loaders:
-    """Return loaders of batches of two numbers of each rank's own stream."""
-    return lambda rank, world_size: DataLoader(Stream(samples, rank), batch_size=2, **options)
+def stream(samples: int, rank: int, **options: Any) -> DataLoader[Any]:
+    """Return a loader of a rank's own stream, in batches of two."""
+    return DataLoader(Stream(samples, rank), batch_size=2, **options)
 
 
-def loader(length: int, **options: Any) -> Callable[[], DataLoader[Any]]:
-    """Return a loader of numbers, in batches of two unless the options say otherwise."""
+def loader(length: int, **options: Any) -> Loaders:
+    """Return a function that makes a loader of numbers, in batches of two unless the options
+    say otherwise.
+    """
     chosen = options if "batch_sampler" in options else {"batch_size": 2, **options}
-    return lambda: DataLoader(Numbers(length), **chosen)
+    return partial(DataLoader, Numbers(length), **chosen)
 
 
-def shuffled(samples: int = 12, **options: Any) -> Callable[[], Any]:
+def shuffled(samples: int = 12, **options: Any) -> Loaders:
     """Return a function that makes a shuffled loader with batches of two samples."""
     return loader(samples, **{"shuffle": True, **options})
 
@@ -183,7 +185,7 @@ class Net(L.LightningModule):
 
     def __init__(
         self,
-        loaders: Callable[[], Any],
+        loaders: Loaders,
         *,
         dropout: float = 0.5,
         validation: Mapping[str, Any] = MappingProxyType({}),
@@ -212,8 +214,7 @@ class Net(L.LightningModule):
         parts = [part for part in by_loader if part is not None]
         samples = tuple(int(number) for part in parts for number in part.flatten())
         self.steps.append(Step(epoch, index, samples))
-        loss: Tensor = torch.cat([self.layers(part / 100) for part in parts]).square().mean()
-        return loss
+        return torch.cat([self.layers(part / 100) for part in parts]).square().mean()
 
     def on_validation_start(self) -> None:
         self.happens("validation")
@@ -227,9 +228,10 @@ class Net(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-        by_step = {"scheduler": StepLR(optimizer, 2, 0.7), "interval": "step"}
-        by_epoch = {"scheduler": StepLR(optimizer, 1, 0.6), "interval": "epoch"}
-        return [optimizer], [by_step, by_epoch]
+        return [optimizer], [
+            {"scheduler": StepLR(optimizer, 2, 0.7), "interval": "step"},
+            {"scheduler": StepLR(optimizer, 1, 0.6), "interval": "epoch"},
+        ]
 
     def train_dataloader(self) -> Any:
         return self.loaders()
@@ -239,27 +241,6 @@ class Net(L.LightningModule):
 
 
 WITHOUT_DROPOUT = partial(Net, dropout=0.0)
-
-
-Batches = dict[int, list[list[int]]]  # by epoch
-
-
-def read(
-    kind: Kind,
-    directory: Path,
-    make: Callable[[], Any],
-    callbacks: Sequence[L.Callback] = (),
-    **options: Any,
-) -> Batches:
-    """Train on what ``make`` returns, by default for two epochs; return the batches."""
-    module = Net(make)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fit(kind, directory, module, *callbacks, limit_val_batches=0, **options)
-    return {
-        epoch: [list(step.samples) for step in module.steps if step.epoch == epoch]
-        for epoch in {step.epoch for step in module.steps}
-    }
 
 
 # Where it is saved or stopped.
@@ -291,6 +272,29 @@ class Saver(L.Callback):
 def signal_rank_one(signum: int = signal.SIGTERM) -> L.Callback:
     """Return a callback that sends a signal to rank 1 in its second step."""
     return signalled("on_train_batch_end", 1, signum, ranks=[1])
+
+
+# Reading without a stop.
+
+Batches = dict[int, list[list[int]]]  # by epoch
+
+
+def read(
+    kind: Kind,
+    directory: Path,
+    make: Loaders,
+    callbacks: Sequence[L.Callback] = (),
+    **options: Any,
+) -> Batches:
+    """Train on what ``make`` returns, by default for two epochs; return the batches."""
+    module = Net(make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(kind, directory, module, *callbacks, limit_val_batches=0, **options)
+    return {
+        epoch: [list(step.samples) for step in module.steps if step.epoch == epoch]
+        for epoch in {step.epoch for step in module.steps}
+    }
 
 
 # Running and comparing.
@@ -335,7 +339,7 @@ class Training:
         side: whether the strategy is ours or stock's.
     """
 
-    loaders: Callable[[], Any]
+    loaders: Loaders
     directory: Path
     devices: int = 2
     options: dict[str, Any] = field(default_factory=dict)
@@ -358,8 +362,14 @@ class Training:
             fail_at: see ``Net``.
             **options: of the Trainer, in addition to those of the training.
         """
-        defaults = {"max_epochs": 3, "limit_val_batches": 0, "num_sanity_val_steps": 0}
-        chosen = {**defaults, "devices": self.devices, **self.options, **options}
+        chosen: dict[str, Any] = {
+            "max_epochs": 3,
+            "limit_val_batches": 0,
+            "num_sanity_val_steps": 0,
+            "devices": self.devices,
+            **self.options,
+            **options,
+        }
         L.seed_everything(7 if ckpt_path is None else 8, verbose=False)
         module = chosen.pop("model", Net)(self.loaders)
         module.fail_at = fail_at
@@ -367,11 +377,19 @@ class Training:
         chosen["callbacks"] = [saver, *chosen.get("callbacks", ())]
         trainer = make_trainer(make_strategy(self.side, self.directory, **self.strategy), **chosen)
         status = _fit_until_stop(trainer, module, ckpt_path)
-        weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
         loop = trainer.fit_loop.epoch_loop
-        batches = loop.batch_progress.total.completed
-        counts = Counts(trainer.global_step, loop._batches_that_stepped, batches)
-        return Run(module.steps, weights, counts, module.events, saver.saved, status)
+        return Run(
+            steps=module.steps,
+            weights=torch.cat([each.detach().flatten() for each in module.parameters()]),
+            counts=Counts(
+                optimiser_steps=trainer.global_step,
+                logged_steps=loop._batches_that_stepped,
+                batches=loop.batch_progress.total.completed,
+            ),
+            events=module.events,
+            saved=saver.saved,
+            status=status,
+        )
 
 
 class Resumed(NamedTuple):
@@ -382,6 +400,7 @@ class Resumed(NamedTuple):
 
 
 def resume(training: Training, path: str, **options: Any) -> Resumed:
+    """Resume a checkpoint with more options of the Trainer."""
     with warnings_with("that epoch starts again") as warned:
         run = training.run(ckpt_path=path, **options)
     return Resumed(run, warned)
@@ -404,49 +423,44 @@ def difference(whole: Run, done: int, resumed: Run, *, batches_of_step: int = 1)
 
     Return an empty string if both are equal.
     """
-    # Batches after the last optimiser step are trained on again.
-    repeated = len(resumed.steps) - len(whole.steps[done:])
-    if not 0 <= repeated < batches_of_step or resumed.steps != whole.steps[done - repeated :]:
+    steps = _last(whole.steps, len(resumed.steps))
+    repeated = len(resumed.steps) - len(whole.steps[done:])  # those after the last optimiser step
+    if not 0 <= repeated < batches_of_step or resumed.steps != steps:
         return f"reads {resumed.steps} instead of {whole.steps[done:]}"
     if resumed.steps and resumed.counts != whole.counts:
         return f"counts {resumed.counts} instead of {whole.counts}"
-    if resumed.events != whole.events[len(whole.events) - len(resumed.events) :]:
+    if resumed.events != _last(whole.events, len(resumed.events)):
         return f"continues with {resumed.events} after {whole.events}"
     return "" if torch.equal(resumed.weights, whole.weights) else "ends with other weights"
 
 
-def generations(training: Training, *points: Sequence[str]) -> dict[str, str]:
-    """Resume a run, the resumed runs, and so on; return the differences from the whole run.
+def _last(items: list[Any], number: int) -> list[Any]:
+    return items[len(items) - number :]
+
+
+def generations(
+    training: Training, points: Sequence[str], later_points: Sequence[str] = ()
+) -> dict[str, str]:
+    """Resume a run at each of its points, and the resumed runs at each of the later ones; return
+    the differences from the whole run.
 
     The keys are the points at which the checkpoints were saved, such as
-    "train_batch_end-1/train_batch_end-4".
-
-    Args:
-        training: the training.
-        points: those at which the whole run is saved, those at which each resumed run
-            is saved, and so on. The last runs save nothing, which shows that saving
-            changes nothing.
+    "train_batch_end-1/train_batch_end-4". The last runs save nothing, which shows that
+    saving changes nothing.
     """
-    whole = training.run(*points[0])
-    return dict(_differences_after(whole, "", training, whole, points))
-
-
-def _differences_after(
-    run: Run, name: str, training: Training, whole: Run, points: Sequence[Sequence[str]]
-) -> Iterator[tuple[str, str]]:
-    """Resume a run at the first of ``points``, and the resumed runs at the later ones; yield
-    the names and differences of those that differ from the whole run.
-    """
-    resumed_at, *later_points = points
-    saved_at = later_points[0] if later_points else ()
+    whole = training.run(*points)
     batches_of_step = training.options.get("accumulate_grad_batches", 1)
-    for point in resumed_at:
-        later_name = f"{name}/{point}".removeprefix("/")
-        own_folder = replace(training, name=f"{training.name}/{later_name}")
-        resumed = own_folder.run(*saved_at, ckpt_path=run.saved[point])
+    differences: dict[str, str] = {}
+
+    def resume_at(point: str, run: Run, name: str, *saved_at: str) -> Run:
         done = int(point.rpartition("-")[2])
-        text = difference(whole, done, resumed, batches_of_step=batches_of_step)
-        if text:
-            yield later_name, text
-        elif later_points:
-            yield from _differences_after(resumed, later_name, training, whole, later_points)
+        in_own_folder = replace(training, name=f"{training.name}/{name}")
+        resumed = in_own_folder.run(*saved_at, ckpt_path=run.saved[point])
+        differences[name] = difference(whole, done, resumed, batches_of_step=batches_of_step)
+        return resumed
+
+    for point in points:
+        resumed = resume_at(point, whole, point, *later_points)
+        for later in later_points:
+            resume_at(later, resumed, f"{point}/{later}")
+    return {name: text for name, text in differences.items() if text}

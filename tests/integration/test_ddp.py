@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
@@ -66,13 +66,14 @@ class Forgetful(training.Net):
 
 
 def freeze_first_layer(trainer: L.Trainer) -> None:
-    model: Any = trainer.lightning_module
-    model.layers[0].requires_grad_(False)
+    trainer.lightning_module.layers[0].requires_grad_(False)
 
 
-FREEZE = training.At("on_train_start", freeze_first_layer, ranks=[1])
-FIRST_LAYER = ["layers.0.weight", "layers.0.bias"]
-SPARE = [f"spare.{layer}.{name}" for layer in range(SPARE_LAYERS) for name in ("weight", "bias")]
+UNUSED = [  # on rank 1
+    f"{layer}.{name}"
+    for layer in ("layers.0", *(f"spare.{number}" for number in range(SPARE_LAYERS)))
+    for name in ("weight", "bias")
+]
 
 
 def test_unused_parameters_are_named(tmp_path: Path) -> None:
@@ -80,12 +81,12 @@ def test_unused_parameters_are_named(tmp_path: Path) -> None:
     the other rank also exits. DDP also waits for parameters that were frozen after it was
     built.
     """
-    unused = FIRST_LAYER + SPARE
-    first, second = training.fit_on(2, tmp_path, Forgetful(), FREEZE)
+    freeze = training.At("on_train_start", freeze_first_layer, ranks=[1])
+    first, second = training.fit_on(2, tmp_path, Forgetful(), freeze)
     assert (first.exit_code, second.exit_code) == (1, 1)
     sentence = (
         "a backward pass on rank 1 did not reach these parameters:"
-        f" {', '.join(unused[:8])} and {len(unused) - 8} more; DDP waits for their gradients in"
+        f" {', '.join(UNUSED[:8])} and {len(UNUSED) - 8} more; DDP waits for their gradients in"
         " each backward pass. If the loss is not to depend on them, choose"
         " strategy='ddp_ext_find_unused_parameters_true', or"
         " DDPExtStrategy(find_unused_parameters=True)\n"
@@ -101,17 +102,15 @@ def fit_in_forked_ranks(rank: int, world_size: int, directory: Path) -> None:
 def test_the_launching_process_names_unused_parameters(tmp_path: Path) -> None:
     """It has no model in DDP, whose parameters have names, but those of the ranks."""
     [outcome] = launch_ranks(fit_in_forked_ranks, 1, tmp_path)
-    sentence = "a backward pass on rank 1 did not reach these parameters: spare.0.weight, "
-    assert sentence in outcome.failure.message, outcome.story()
-
-
-def schedule_accumulation(begins_in_epoch: int) -> L.Callback:
-    return L.pytorch.callbacks.GradientAccumulationScheduler({begins_in_epoch: 2})
+    assert (
+        "a backward pass on rank 1 did not reach these parameters: spare.0.weight, "
+        in outcome.failure.message
+    ), outcome.story()
 
 
 @pytest.mark.parametrize(
     ("callbacks", "options"),
-    [([], {"accumulate_grad_batches": 2}), ([schedule_accumulation(0)], {})],
+    [([], {"accumulate_grad_batches": 2}), ([GradientAccumulationScheduler({0: 2})], {})],
     ids=["the Trainer's option", "a scheduler"],
 )
 def test_a_static_graph_whose_first_step_accumulates_is_refused(
@@ -130,10 +129,9 @@ def test_a_static_graph_whose_first_step_accumulates_is_refused(
 
 def test_a_static_graph_may_accumulate_from_the_second_epoch(tmp_path: Path) -> None:
     """This is the remedy that the error names."""
+    scheduler = GradientAccumulationScheduler({1: 2})
     output_of_all(
-        training.fit_on(
-            2, tmp_path, training.Net(), schedule_accumulation(1), strategy={"static_graph": True}
-        )
+        training.fit_on(2, tmp_path, training.Net(), scheduler, strategy={"static_graph": True})
     )
 
 
@@ -174,9 +172,16 @@ def resume_finetuning(
     def learned(ckpt_path: Path | None) -> dict[str, Tensor]:
         L.seed_everything(1, verbose=False)
         unfreeze = finetuning(1, verbose=False, backbone_initial_lr=0.01)
-        strategy = {"static_graph": True, "gradient_as_bucket_view": True}
-        options = {"strategy": strategy, "max_epochs": 3, "ckpt_path": ckpt_path}
-        return training.learned(kind, directory, WithBackbone(), unfreeze, save, **options)
+        return training.learned(
+            kind,
+            directory,
+            WithBackbone(),
+            unfreeze,
+            save,
+            strategy={"static_graph": True, "gradient_as_bucket_view": True},
+            max_epochs=3,
+            ckpt_path=ckpt_path,
+        )
 
     with training.warnings_with("has frozen") as warned:
         whole = learned(ckpt_path=None)
@@ -245,8 +250,10 @@ class Adversarial(Unfrozen):
             self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
-        networks = (self.layers[:2], self.layers[2:])
-        return [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in networks]
+        return [
+            torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+            for network in (self.layers[:2], self.layers[2:])
+        ]
 
 
 FINDS_UNUSED = {"find_unused_parameters": True}
@@ -277,10 +284,13 @@ def train_all(kind: training.Kind, directory: Path) -> dict[str, Any]:
         L.seed_everything(1)
         model = case.model(kind)
         strategy = {**case.strategy, **(FINDS_UNUSED if kind == "stock" else {})}
-        options = {"strategy": strategy, "max_epochs": 4, **case.options}
-        trainer = training.fit(kind, directory, model, **options)
-        states = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
-        learned[name] = {"weights": dict(model.named_parameters()), "states": states}
+        trainer = training.fit(
+            kind, directory, model, strategy=strategy, max_epochs=4, **case.options
+        )
+        learned[name] = {
+            "weights": dict(model.named_parameters()),
+            "states": [optimizer.state_dict()["state"] for optimizer in trainer.optimizers],
+        }
     return learned
 
 
@@ -311,18 +321,27 @@ class UnfreezesOnOneRank(Unfrozen):
         return super().is_trained(index) and self.global_rank == 1
 
 
-WITHIN = "layers.0.weight, layers.0.bias must be unfrozen before a training step, because DDP"
-TRAINS = "began a step that trains the unfrozen"
-
-
 @pytest.mark.parametrize(
     ("model", "options", "messages"),
     [
-        pytest.param(UnfreezesTooLate, {}, [WITHIN, "in on_train_batch_start"], id="within"),
+        pytest.param(
+            UnfreezesTooLate,
+            {},
+            [
+                "layers.0.weight, layers.0.bias must be unfrozen before a training step, because"
+                " DDP",
+                "in on_train_batch_start",
+            ],
+            id="within",
+        ),
         pytest.param(
             UnfreezesOnOneRank,
             {},
-            [f"rank 1 {TRAINS} layers.0.weight, layers.0.bias", "rank 0", "on every rank"],
+            [
+                "rank 1 began a step that trains the unfrozen layers.0.weight, layers.0.bias",
+                "rank 0",
+                "on every rank",
+            ],
             id="on one rank",
         ),
         pytest.param(

@@ -1,11 +1,13 @@
-"""An evaluation on several ranks counts each sample once, however it is read or divided.
+"""An evaluation on several ranks counts each sample once, however it is read, if the strategy
+divides the samples.
 
-Logged values are those of one process. Everything else that a rank collects is stock's,
-and so are evaluations in which samples cannot or must not count once.
+Logged values are those of one process. Everything else that a rank collects is stock's.
+One model collects in all ways in each case; one start of the ranks plays all cases.
+``test_divided_evaluation`` has samples that users divide.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,14 +15,8 @@ from typing import Any, NamedTuple
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    SubsetRandomSampler,
-)
+from torch.utils.data import DataLoader, SubsetRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import (
@@ -31,17 +27,13 @@ from torchmetrics.classification import (
 )
 from torchmetrics.wrappers import ClasswiseWrapper
 
-from lightning_ddp_ext import ExactDistributedSampler, RankFailedError
-from tests.harness.ranks import run_ranks
+from lightning_ddp_ext import ExactDistributedSampler
 from tests.harness.training import (
     Kind,
-    Streamed,
     assert_same,
     make_strategy,
     make_trainer,
-    on_both,
     on_ranks,
-    raised,
 )
 from tests.integration.continuing import workers
 
@@ -69,8 +61,7 @@ def loader(
 ) -> DataLoader[Any]:
     """Return a loader of a number of samples."""
     chosen = options if "batch_sampler" in options else {"batch_size": batch_size, **options}
-    made: DataLoader[Any] = kind(scores(samples), **chosen)
-    return made
+    return kind(scores(samples), **chosen)
 
 
 class Rotating(deque[int]):
@@ -81,10 +72,9 @@ class Rotating(deque[int]):
         return iter([self[place] for place in range(len(self))])
 
 
-# Samples that the strategy divides.
+# Ways to read.
 
 WORKERS = workers(2, persistent_workers=True)
-SIZES_OF_SEVERAL = ((7, 1), (10, 3), (1, 1), (23, 6))
 
 # Make loaders of so many samples, in batches of this size.
 READERS: dict[str, Callable[[int, int], list[DataLoader[Any]]]] = {
@@ -95,7 +85,10 @@ READERS: dict[str, Callable[[int, int], list[DataLoader[Any]]]] = {
     "two": lambda samples, size: [loader(samples, size), loader(samples + 1, size)],
     "several": lambda samples, size: [
         loader(samples, size),
-        *(loader(*sizes) for sizes in SIZES_OF_SEVERAL),
+        loader(7, 1),
+        loader(10, 3),
+        loader(1, 1),
+        loader(23, 6),
     ],
     "two, workers": lambda samples, size: [
         loader(samples, size),
@@ -115,7 +108,7 @@ READERS: dict[str, Callable[[int, int], list[DataLoader[Any]]]] = {
 }
 
 
-# Ways to evaluate with Trainers that ``make`` makes; each returns the last Trainer.
+# Ways to evaluate: with Trainers that ``make`` makes, of which the last one is returned.
 
 MakeTrainer = Callable[..., L.Trainer]
 
@@ -143,6 +136,9 @@ def validate_in_fit(make: MakeTrainer, model: L.LightningModule, loaders: Any) -
 
 def validate_one_batch(make: MakeTrainer, model: L.LightningModule, loaders: Any) -> L.Trainer:
     return validate(make, model, loaders, limit_val_batches=1)
+
+
+# Cases, by what is compared with stock.
 
 
 class Case(NamedTuple):
@@ -179,6 +175,9 @@ UNREPEATING = [
     Case("unrepeating, stateful", 10, 3, validate_again),
 ]
 UNLIMITED = [*READ_AS_STOCK, *READ_OTHERWISE, *UNREPEATING]
+
+
+# Ways to collect: metrics, logged values, lists and collectives.
 
 
 class Total(Metric):
@@ -228,8 +227,7 @@ LOGGED: dict[str, tuple[Callable[[Tensor, Tensor], Any], dict[str, Any]]] = {
 
 
 class Collects(L.LightningModule):
-    """Collects what it evaluates: in metrics, in logged values of each kind, in lists and
-    by collectives. It trains on anything.
+    """Collects what it evaluates in each way, and trains on anything.
 
     Attributes:
         joint: values of the samples of all ranks, by name.
@@ -263,19 +261,20 @@ class Collects(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         batch = {name: values.reshape(-1) for name, values in batch.items()}
-        x = batch["x"]
-        metrics: Any = self.metrics[dataloader_idx]
+        self.update_metrics(self.metrics[dataloader_idx], batch)
+        self.log_values(batch["x"], batch["label"])
+        self.outputs.append(batch["x"])
+        self.sizes.append((dataloader_idx, len(batch["x"])))
+        if not getattr(self.trainer.strategy, "is_idle", False):
+            self.counted += len(batch["x"])
+
+    def update_metrics(self, metrics: Any, batch: Batch) -> None:
         for name, (_, inputs) in METRICS.items():
             metrics[name].update(*(batch[field] for field in inputs))
         self.log("mean metric", metrics["mean"], on_step=True, on_epoch=True)
         self.log_dict(
             {"sum metric": metrics["sum"], "auroc": metrics["auroc"], **metrics["shared"]}
         )
-        self.log_values(x, batch["label"])
-        self.outputs.append(x)
-        self.sizes.append((dataloader_idx, len(x)))
-        if not getattr(self.trainer.strategy, "is_idle", False):
-            self.counted += len(x)
 
     def log_values(self, x: Tensor, label: Tensor) -> None:
         log = partial(self.log, batch_size=len(x))
@@ -292,6 +291,9 @@ class Collects(L.LightningModule):
                 self.joint[f"{name} {number}"] = metrics[name].compute()
                 metrics[name].reset()
             self.joint[f"seen {number}"] = self.joint[f"seen {number}"].sort().values
+
+
+# What the ranks record.
 
 
 class Record(NamedTuple):
@@ -311,8 +313,9 @@ class Record(NamedTuple):
 
 
 def new_trainer(kind: Kind, directory: Path, ranks: int, **options: Any) -> L.Trainer:
-    strategy = make_strategy(kind, directory) if ranks > 1 else "auto"
-    trainer = make_trainer(strategy, devices=ranks, **options)
+    trainer = make_trainer(
+        make_strategy(kind, directory) if ranks > 1 else "auto", devices=ranks, **options
+    )
     torch.manual_seed(trainer.global_rank)  # users' samplers may draw differently on each rank
     return trainer
 
@@ -329,8 +332,9 @@ def evaluate_case(make: MakeTrainer, case: Case) -> Record:
 
 def evaluate(kind: Kind, directory: Path, cases: list[Case], ranks: int) -> dict[Case, Record]:
     """Return this rank's record of each case."""
-    make = partial(new_trainer, kind, directory, ranks)
-    return {case: evaluate_case(make, case) for case in cases}
+    return {
+        case: evaluate_case(partial(new_trainer, kind, directory, ranks), case) for case in cases
+    }
 
 
 class Evaluated(NamedTuple):
@@ -355,9 +359,11 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
 
 def test_values_are_those_of_one_process(evaluated: Evaluated) -> None:
     """Logged values and metrics count each sample once, on every rank."""
-    expected = {case: record.joint for case, record in evaluated.alone.items()}
     for records in evaluated.ours:
-        torch.testing.assert_close({case: records[case].joint for case in UNLIMITED}, expected)
+        for case, alone in evaluated.alone.items():
+            torch.testing.assert_close(
+                records[case].joint, alone.joint, msg=lambda text, case=case: f"{case}: {text}"
+            )
 
 
 def test_ranks_that_are_not_idle_read_each_sample_once(evaluated: Evaluated) -> None:
@@ -386,183 +392,3 @@ def test_collectives_of_a_users_step_have_the_same_shapes(evaluated: Evaluated) 
         for case, record in records.items():
             assert record.sizes == evaluated.ours[0][case].sizes, case
             assert all(value.isfinite() for value in record.own.values()), case
-
-
-# Samples that the user divides.
-
-
-class Ragged(BatchSampler):
-    """A user's batch sampler: each of three batches is larger than the one before."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        samples = list(self.sampler)
-        return iter([samples[:1], samples[1:3], samples[3:]])
-
-    def __len__(self) -> int:
-        return 3
-
-
-class Scorer(L.LightningModule):
-    """Logs a metric of each loader, and values, at the end of an epoch.
-
-    Attributes:
-        samples: those of each batch that this rank evaluated, by loader.
-    """
-
-    def __init__(self, loaders: int = 1) -> None:
-        super().__init__()
-        self.aurocs = nn.ModuleList(BinaryAUROC() for _ in range(loaders))
-        self.samples: dict[int, list[list[int]]] = {number: [] for number in range(loaders)}
-
-    def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
-        x = batch["x"]
-        auroc: Any = self.aurocs[dataloader_idx]
-        auroc.update(x, batch["label"])
-        self.log(f"auroc {dataloader_idx}", auroc)
-        self.log("mean", x.mean(), sync_dist=True, batch_size=len(x))
-        self.log("greatest", x.max(), reduce_fx="max", sync_dist=True, batch_size=len(x))
-        self.samples[dataloader_idx].append(batch["index"].tolist())
-
-
-def sampled(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
-    return loader(samples, sampler=range(rank, samples, world_size))
-
-
-def streamed(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
-    return DataLoader(Streamed(scores(samples)[rank::world_size]), 2)
-
-
-def unsized(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
-    own = range(rank, samples, world_size)
-    return loader(samples, batch_sampler=iter([own[:1], own[1:]]))  # has no length
-
-
-# Loaders of a rank's part of so many samples, and the sizes of the batches that each of
-# three ranks evaluates.
-DIVISIONS: list[tuple[Callable[[int, int, int], DataLoader[Any]], int, list[list[int]]]] = [
-    (sampled, 5, [[1, 1], [1, 1], [1]]),
-    (sampled, 4, [[1, 1], [1], [1]]),
-    (streamed, 7, [[2, 1], [2], [2]]),
-    (streamed, 9, [[2, 1], [2, 1], [2, 1]]),
-    (unsized, 9, [[1, 2], [1, 2], [1, 2]]),
-]
-
-
-def undivided_trainer(world_size: int, directory: Path) -> L.Trainer:
-    strategy: Any = make_strategy("ours", directory) if world_size > 1 else "auto"
-    return make_trainer(strategy, devices=world_size, use_distributed_sampler=False)
-
-
-def divide(rank: int, world_size: int, directory: Path) -> tuple[Any, list[list[int]]]:
-    """Evaluate this rank's part of each loader; return what was logged, and the sizes of
-    this rank's batches by loader.
-    """
-    loaders = [make(samples, rank, world_size) for make, samples, _ in DIVISIONS]
-    model = Scorer(len(loaders))
-    trainer = undivided_trainer(world_size, directory)
-    trainer.validate(model, loaders, verbose=False)
-    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return logged, [[len(batch) for batch in batches] for batches in model.samples.values()]
-
-
-def test_ranks_with_different_numbers_of_batches_log_what_one_process_logs(
-    tmp_path: Path,
-) -> None:
-    """Each rank evaluates its own batches, and values are those of all samples."""
-    [(alone, _)] = run_ranks(divide, 1, tmp_path)
-    for rank, (logged, sizes) in enumerate(run_ranks(divide, 3, tmp_path)):
-        assert logged == pytest.approx(alone, rel=1e-6)
-        assert sizes == [sizes_by_rank[rank] for _, _, sizes_by_rank in DIVISIONS]
-
-
-def evaluate_one_sample(
-    rank: int, world_size: int, directory: Path
-) -> tuple[type[BaseException], str]:
-    """Evaluate data of which only rank 0 has a sample; return the error's type and text."""
-    only_on_rank_0 = sampled(1, rank, world_size)
-    trainer = undivided_trainer(world_size, directory)
-    error = raised(Exception, trainer.validate, Scorer(), only_on_rank_0, verbose=False)
-    return type(error), str(error)
-
-
-def test_a_rank_whose_loader_has_no_batch_ends_the_evaluation(tmp_path: Path) -> None:
-    """This rank raises stock's error; the other one names it with this cause."""
-    (kind, message), (kind_on_rank_1, _) = run_ranks(evaluate_one_sample, 2, tmp_path)
-    assert kind is RankFailedError
-    assert message.startswith("rank 1 (host ")
-    assert "Please make sure that it returns at least 1 batch" in message
-    assert kind_on_rank_1 is RuntimeError
-
-
-# Samples that cannot or must not count once.
-
-
-class Pulls(Scorer):
-    """Takes batches from an iterator."""
-
-    def validation_step(self, dataloader_iter: Iterator[Any]) -> None:
-        batch, _, _ = next(dataloader_iter)
-        super().validation_step(batch, 0)
-
-
-class Pairs(Scorer):
-    """Takes batches of two loaders, of which one may have ended."""
-
-    def __init__(self) -> None:
-        super().__init__(loaders=2)
-
-    def validation_step(self, batches: Any, index: int) -> None:
-        for number, batch in enumerate(batches):
-            if batch is not None:
-                super().validation_step(batch, index, number)
-
-
-def combined(mode: Any) -> CombinedLoader:
-    return CombinedLoader([loader(11, 2), loader(5, 2)], mode)
-
-
-class Uncounted(NamedTuple):
-    """What a rank reads, the model, and options of the Trainer and of our strategy."""
-
-    loaders: Callable[[int], Any]
-    model: type[Scorer] = Scorer
-    options: Mapping[str, Any] = {}
-    strategy: Mapping[str, Any] = {}
-
-
-UNCOUNTED = {
-    "min_size": Uncounted(lambda rank: combined("min_size"), Pairs),
-    "max_size": Uncounted(lambda rank: combined("max_size"), Pairs, {"limit_val_batches": 1}),
-    "max_size_cycle": Uncounted(
-        lambda rank: combined("max_size_cycle"), Pairs, {"fast_dev_run": True}
-    ),
-    "dataloader_iter": Uncounted(lambda rank: loader(5, 2), Pulls),
-    "drop_last": Uncounted(lambda rank: loader(9, 2, drop_last=True)),
-    "the user's batches": Uncounted(
-        lambda rank: loader(13, batch_sampler=Ragged(range(13), 2, False))
-    ),
-    "a sampler that repeats": Uncounted(
-        lambda rank: loader(5, sampler=DistributedSampler(range(5), 2, rank, shuffle=False))
-    ),
-    "exact_evaluation=False": Uncounted(
-        lambda rank: loader(5, 2), strategy={"exact_evaluation": False}
-    ),
-}
-
-
-def evaluate_uncounted(kind: Kind, directory: Path) -> dict[str, tuple[Any, Any]]:
-    """Return what each evaluation logged, and the samples of this rank's batches."""
-    evaluated = {}
-    for name, case in UNCOUNTED.items():
-        model = case.model()
-        strategy = make_strategy(kind, directory, **case.strategy if kind == "ours" else {})
-        trainer = make_trainer(strategy, **case.options)
-        logged = trainer.validate(model, case.loaders(trainer.global_rank), verbose=False)
-        evaluated[name] = (logged, model.samples)
-    return evaluated
-
-
-def test_evaluations_that_do_not_count_samples_once_are_stocks(tmp_path: Path) -> None:
-    """Values, samples and batches are stock's on each rank."""
-    ours, stock = on_both(evaluate_uncounted, tmp_path)
-    assert_same(ours, stock)

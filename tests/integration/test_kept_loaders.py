@@ -58,7 +58,7 @@ LOADERS: dict[str, Callable[[int], DataLoader[Any]]] = {
         NUMBERS, 2, sampler=Reversed(NUMBERS, 2, rank), **continuing.KEPT
     ),
     "a batch sampler": with_batch_sampler,
-    "a stream": lambda rank: continuing.stream(8)(rank, 2),
+    "a stream": lambda rank: continuing.stream(8, rank),
 }
 
 

@@ -26,11 +26,20 @@ from tests.harness.ranks import HOST, free_port
 from tests.integration import checkpointing, continuing
 
 
-def resumed(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> dict[str, Any]:
-    """Return the state at the start of a resumed training, and the last step."""
-    plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
-    options = {"max_epochs": 2, "devices": int(os.environ["WORLD_SIZE"]), "plugins": plugins}
-    trainer = checkpointing.trainer_for(kind, directory, RankZeroCheckpointIO(), **options)
+def mixed_precision(**scaler: float) -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **scaler))
+
+
+def resume(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> dict[str, Any]:
+    """Resume; return the state at the start of training, and the last step."""
+    trainer = checkpointing.trainer_for(
+        kind,
+        directory,
+        RankZeroCheckpointIO(),
+        max_epochs=2,
+        devices=int(os.environ["WORLD_SIZE"]),
+        plugins=[mixed_precision()],
+    )
     path = checkpointing.reachable(path, directory, is_mapped=is_mapped)
     return {**checkpointing.fit_from(trainer, path), "last step": trainer.global_step}
 
@@ -49,10 +58,9 @@ def test_a_run_continues_with_all_that_was_saved(
 ) -> None:
     """Each rank has the same weights, optimiser, schedules, scaler and progress as before."""
     path = tmp_path / "it.ckpt"
-    scaler = torch.amp.GradScaler("cpu", init_scale=12.0)
-    before = checkpointing.train_and_save(path, [MixedPrecision("16-mixed", "cpu", scaler)])
+    before = checkpointing.train_and_save(path, [mixed_precision(init_scale=12.0)])
     before["last step"] = before["step"] + 8 // world_size
-    results = training.on_ranks(kind, resumed, tmp_path, path, is_mapped, world_size=world_size)
+    results = training.on_ranks(kind, resume, tmp_path, path, is_mapped, world_size=world_size)
     training.assert_same(results, [before] * world_size)
 
 
@@ -67,9 +75,9 @@ class SwapsWeights(checkpointing.Net):
         loaded["layers.0.bias"] = torch.zeros(8)
 
 
-def evaluated(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> dict[str, Any]:
-    """Return what the hook saw and kept, the weights that were loaded, and whether the file
-    is still mapped.
+def evaluate(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> dict[str, Any]:
+    """Test; return what the hook saw and kept, the weights that were loaded, and whether the
+    file is still mapped.
     """
     model = SwapsWeights()
     path = checkpointing.reachable(path, directory, is_mapped=is_mapped)
@@ -91,7 +99,7 @@ def test_a_hook_chooses_what_is_loaded(
     path = tmp_path / "it.ckpt"
     before = checkpointing.train_and_save(path)["weights"]
     torch.save({**torch.load(path), "large": torch.zeros(MAPPED)}, path)
-    for rank in training.on_ranks(kind, evaluated, tmp_path, path, is_mapped):
+    for rank in training.on_ranks(kind, evaluate, tmp_path, path, is_mapped):
         assert not rank["is mapped"]
         training.assert_same(rank["seen"], before["layers.3.weight"])
         training.assert_same(rank["kept"], before["layers.0.bias"])
@@ -131,15 +139,15 @@ def test_the_plugin_serves_a_stock_strategy_alone(tmp_path: Path) -> None:
 # Files that hooks read.
 
 
+FIRST_STEP = "train_batch_end-1"
 HOOKS = ("setup", "on_fit_start", "on_train_start", "on_train_batch_start")
 
 
 def save_early(side: training.Kind, directory: Path, model: type[continuing.Net]) -> str:
     """Return the checkpoint of a run after its first step."""
-    runs = continuing.Training(
-        continuing.shuffled(12), directory, options={"max_epochs": 1, "model": model}
-    )
-    return runs.run("train_batch_end-1").saved["train_batch_end-1"]
+    options = {"max_epochs": 1, "model": model}
+    run = continuing.Training(continuing.shuffled(12), directory, options=options).run(FIRST_STEP)
+    return run.saved[FIRST_STEP]
 
 
 def load_in_hooks(
@@ -156,10 +164,8 @@ def load_in_hooks(
         if trainer.is_global_zero:
             read.append(trainer.strategy.load_checkpoint(plain))
 
-    runs = continuing.Training(
-        continuing.shuffled(12), directory, side=side, options={"max_epochs": 1}
-    )
-    run = runs.run(callbacks=[training.At(hook, load) for hook in HOOKS])
+    options = {"max_epochs": 1, "callbacks": [training.At(hook, load) for hook in HOOKS]}
+    run = continuing.Training(continuing.shuffled(12), directory, side=side, options=options).run()
     return {"read": read, "steps": run.steps, "counts": run.counts, "weights": run.weights}
 
 
@@ -188,13 +194,15 @@ def find_a_rate(side: training.Kind, directory: Path, path: str) -> dict[str, An
     Return the epoch and batch of each step, and the counts at the end.
     """
     finder = LearningRateFinder(num_training_steps=4, update_attr=False)
-    runs = continuing.Training(
-        continuing.shuffled(12),
-        directory,
-        side=side,
-        options={"max_epochs": 2, "default_root_dir": directory},
+    options = {
+        "model": Tuned,
+        "callbacks": [finder],
+        "max_epochs": 2,
+        "default_root_dir": directory,
+    }
+    run = continuing.Training(continuing.shuffled(12), directory, side=side, options=options).run(
+        ckpt_path=path
     )
-    run = runs.run(model=Tuned, callbacks=[finder], ckpt_path=path)
     return {"moments": [step.moment for step in run.steps], "counts": run.counts}
 
 
@@ -236,57 +244,72 @@ class Fault(NamedTuple):
     text: str
     error: str = "DamagedCheckpointError"
 
+    def is_named(self, message: str) -> bool:
+        """Whether a message, which begins with its class, is that of this fault."""
+        return message.startswith(f"{self.error}: ") and self.text in message
+
 
 MISMATCH = "is damaged: {} does not match the recorded CRC"
-FAULTS = [
+FAULTS = {
     # Of two records of equal size, side by side, each rank checks one.
-    Fault(partial(flip, record="data/1"), MISMATCH.format("data/1")),
-    Fault(partial(flip, record="data/2"), MISMATCH.format("data/2")),
-    Fault(partial(flip, record="data.pkl"), MISMATCH.format("data.pkl")),
-    Fault(lambda path: os.truncate(path, 999), "was probably truncated"),
-    Fault(lambda path: os.truncate(path, 0), "is not a checkpoint: its 0 bytes begin with b''"),
-    Fault(
+    "a record of rank 0": Fault(partial(flip, record="data/1"), MISMATCH.format("data/1")),
+    "a record of rank 1": Fault(partial(flip, record="data/2"), MISMATCH.format("data/2")),
+    "the pickle": Fault(partial(flip, record="data.pkl"), MISMATCH.format("data.pkl")),
+    "truncated": Fault(lambda path: os.truncate(path, 999), "was probably truncated"),
+    "empty": Fault(
+        lambda path: os.truncate(path, 0), "is not a checkpoint: its 0 bytes begin with b''"
+    ),
+    "text": Fault(
         lambda path: path.write_text("anything"),
         "is not a checkpoint: its 8 bytes begin with b'anyt'",
     ),
-    Fault(os.unlink, f".ckpt does not exist for rank 0 on host {HOST}", "FileNotFoundError"),
-    Fault(
+    "missing": Fault(
+        os.unlink, f".ckpt does not exist for rank 0 on host {HOST}", "FileNotFoundError"
+    ),
+    "a class": Fault(
         lambda path: set_entry(path, "hyper_parameters", argparse.Namespace(lr=0.1)),
         "add_safe_globals([argparse.Namespace])",
         "CheckpointError",
     ),
-    Fault(
+    "a call": Fault(
         lambda path: set_entry(path, "state_dict", WouldRun(path.parent / "it-ran")),
         "posix.mkdir",
         "CheckpointError",
     ),
-    Fault(
+    "no weights": Fault(
         lambda path: torch.save({"model": {}, "epoch": 3}, path),
         "has no entry 'state_dict'",
         "CheckpointError",
     ),
-    Fault(
+    "only weights": Fault(
         lambda path: torch.save(checkpointing.Net().state_dict(), path),
         "call model.load_state_dict(torch.load('",
         "CheckpointError",
     ),
-]
+}
 
 
-def refused(kind: training.Kind, directory: Path, files: list[Path], is_mapped: bool) -> list[str]:
-    """Return the error of each file, one after another in one process."""
-    errors = []
-    weights_only = True if kind == "stock" else None  # which is torch's own default
-    for file in files:
+def errors_of_tests(
+    kind: training.Kind, directory: Path, files: dict[str, Path], is_mapped: bool
+) -> dict[str, str]:
+    """Test with each file, one after another in one process; return the errors."""
+    errors = {}
+    for name, file in files.items():
         path = checkpointing.reachable(file, directory, is_mapped=is_mapped)
         trainer = checkpointing.trainer_for(
-            kind, directory, RankZeroCheckpointIO(weights_only=weights_only)
+            kind,
+            directory,
+            # None is torch's own default, which is also True.
+            RankZeroCheckpointIO(weights_only=True if kind == "stock" else None),
         )
-        options = {"ckpt_path": path, "verbose": False}
         error = training.raised(
-            (CheckpointError, FileNotFoundError), trainer.test, checkpointing.Net(), **options
+            (CheckpointError, FileNotFoundError),
+            trainer.test,
+            checkpointing.Net(),
+            ckpt_path=path,
+            verbose=False,
         )
-        errors.append(f"{type(error).__name__}: {error}")
+        errors[name] = f"{type(error).__name__}: {error}"
     return errors
 
 
@@ -296,18 +319,20 @@ def test_every_rank_names_the_fault_of_a_file(
     kind: training.Kind, is_mapped: bool, path: Path, tmp_path: Path
 ) -> None:
     """Damage is named by record, and refusals by class; nothing of a file is run."""
-    files = [Path(shutil.copy(path, tmp_path / f"{number}.ckpt")) for number in range(len(FAULTS))]
-    for file, fault in zip(files, FAULTS, strict=True):
-        fault.spoil(file)
-    errors, of_rank_1 = training.on_ranks(kind, refused, tmp_path, files, is_mapped)
+    files = {name: Path(shutil.copy(path, tmp_path / f"{name}.ckpt")) for name in FAULTS}
+    for name, fault in FAULTS.items():
+        fault.spoil(files[name])
+    errors, of_rank_1 = training.on_ranks(kind, errors_of_tests, tmp_path, files, is_mapped)
     assert errors == of_rank_1
-    for fault, message in zip(FAULTS, errors, strict=True):
-        assert message.startswith(f"{fault.error}: ")
-        assert fault.text in message
+    wrong = {name: error for name, error in errors.items() if not FAULTS[name].is_named(error)}
+    assert not wrong
     assert not (tmp_path / "it-ran").exists()
 
 
-def warned(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> list[str]:
+def warnings_of_test(
+    kind: training.Kind, directory: Path, path: Path, is_mapped: bool
+) -> list[str]:
+    """Test with a file; return the warnings about checksums."""
     path = checkpointing.reachable(path, directory, is_mapped=is_mapped)
     trainer = checkpointing.trainer_for(kind, directory, RankZeroCheckpointIO())
     with training.warnings_with("checksums") as told:
@@ -323,17 +348,16 @@ def test_a_file_without_checksums_is_read_with_a_warning(
     """Rank 0 warns, because changes to such a file cannot be detected."""
     with without_checksums():
         torch.save(torch.load(path, weights_only=False), path)
-    told, others = training.on_ranks(kind, warned, tmp_path, path, is_mapped)
-    assert len(told) == 1
+    [warning], others = training.on_ranks(kind, warnings_of_test, tmp_path, path, is_mapped)
     shown = path if is_mapped else path.name
-    assert told[0].startswith(f"checkpoint {shown} has no checksums, so damage cannot be detected")
+    assert warning.startswith(f"checkpoint {shown} has no checksums, so damage cannot be detected")
     assert others == []
 
 
 # `ckpt_path="last"`.
 
 
-def last_on_rank_zero(kind: training.Kind, directory: Path) -> dict[str, Any]:
+def resume_last(kind: training.Kind, directory: Path) -> dict[str, Any]:
     """Resume from "last" in a directory that differs by rank, and is empty on rank 1."""
     callback = checkpointing.checkpoint_callback(
         kind, dirpath=directory / os.environ["RANK"], save_last=True
@@ -350,11 +374,12 @@ def test_last_is_what_rank_zero_finds(kind: training.Kind, tmp_path: Path) -> No
     for rank in ("0", "1"):
         (tmp_path / kind / rank).mkdir(parents=True)
     before = checkpointing.train_and_save(tmp_path / kind / "0" / "last.ckpt")
-    for state in training.on_ranks(kind, last_on_rank_zero, tmp_path):
+    for state in training.on_ranks(kind, resume_last, tmp_path):
         training.assert_same(state, before)
 
 
 STEPS = 4  # of an epoch
+STOP_CHECKPOINT = "*/last-preempted.ckpt"
 EPOCHS = 10  # so that the ranks have time to agree on a stop
 
 
@@ -366,13 +391,11 @@ def run_command(
     """
     begun: list[int] = []
     begin = training.At("on_train_start", lambda trainer: begun.append(trainer.global_step))
-    saver = ModelCheckpoint(kept, save_last=True)
-    io = RankZeroCheckpointIO()
     trainer = checkpointing.trainer_for(
         kind,
         directory,
-        io,
-        [begin, saver, *callbacks],
+        RankZeroCheckpointIO(),
+        [begin, ModelCheckpoint(kept, save_last=True), *callbacks],
         max_epochs=EPOCHS,
         default_root_dir=directory,
     )
@@ -381,10 +404,35 @@ def run_command(
     return begun[0], trainer.global_step
 
 
-def refused_command(kind: training.Kind, directory: Path, kept: Path | str) -> str:
+def error_of_command(kind: training.Kind, directory: Path, kept: Path | str) -> str:
     """Return the error of a command that resumes."""
     error = training.raised(CheckpointError, run_command, kind, directory, kept)
     return f"{type(error).__name__}: {error}"
+
+
+@pytest.fixture(scope="module")
+def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of a command that was stopped in its second epoch."""
+    directory = tmp_path_factory.mktemp("stopped")
+    kept = directory / "kept"
+    stop = training.signalled("on_train_batch_end", STEPS + 1, ranks=[1])
+    (begun_at, stopped_at), _ = training.on_ranks("ours", run_command, directory, kept, stop)
+    assert begun_at == 0
+    assert stopped_at > STEPS + 1
+    return kept
+
+
+@pytest.fixture
+def kept(stopped_once: Path, tmp_path: Path) -> Path:
+    """A copy of them, in which `last.ckpt` has a version in its name."""
+    kept = Path(shutil.copytree(stopped_once, tmp_path / "kept"))
+    return (kept / "last.ckpt").rename(kept / "last-v1.ckpt").parent
+
+
+def round_times(kept: Path) -> None:
+    """Give all files the same time, as a store does that rounds times."""
+    for file in kept.rglob("*.ckpt"):
+        os.utime(file, (0, 0), follow_symlinks=False)
 
 
 def make_unreadable(path: Path) -> None:
@@ -392,62 +440,74 @@ def make_unreadable(path: Path) -> None:
     path.symlink_to("/proc/self/mem")  # where nothing is mapped, reading is an error
 
 
-def test_last_is_the_stop_checkpoint_even_if_it_cannot_be_read(tmp_path: Path) -> None:
-    """Every rank names the file, also if its time is that of `last.ckpt`, as in a store that
-    rounds times.
-
-    Once it is deleted, the same command continues with the one before, also if that has a
-    version in its name.
-    """
-    kept = tmp_path / "kept"
-    stop = training.signalled("on_train_batch_end", STEPS + 1, ranks=[1])  # in the second epoch
-    (begun_at, stopped_at), _ = training.on_ranks("ours", run_command, tmp_path, kept, stop)
-    assert begun_at == 0
-    assert stopped_at > STEPS + 1
-    [newest] = kept.glob("*/last-preempted.ckpt")
-    (kept / "last.ckpt").rename(kept / "last-v1.ckpt")
-    remedy = "use an earlier checkpoint (with ckpt_path='last', delete this file)"
-    errors = {
-        partial(flip, record="data/1"): (
+@pytest.mark.parametrize(
+    ("damage", "begin", "remedy"),
+    [
+        pytest.param(
+            partial(flip, record="data/1"),
             "DamagedCheckpointError: checkpoint {} is damaged: ",
-            remedy,
+            "use an earlier checkpoint (with ckpt_path='last', delete this file)",
+            id="damaged",
         ),
-        make_unreadable: ("CheckpointError: checkpoint {} could not be read: OSError: ", ""),
-    }
-    for damage, (begin, end) in errors.items():
-        damage(newest)
-        for file in kept.rglob("*.ckpt"):
-            os.utime(file, (0, 0), follow_symlinks=False)
-        own, of_rank_1 = training.on_ranks("ours", refused_command, tmp_path, kept)
-        assert of_rank_1 == own
-        assert own.startswith(begin.format(newest))
-        assert end in own
+        pytest.param(
+            make_unreadable,
+            "CheckpointError: checkpoint {} could not be read: OSError: ",
+            "",
+            id="unreadable",
+        ),
+    ],
+)
+def test_last_is_the_stop_checkpoint_even_if_it_cannot_be_read(
+    damage: Callable[[Path], object], begin: str, remedy: str, kept: Path, tmp_path: Path
+) -> None:
+    """Every rank names the file, also if its time is that of `last.ckpt`."""
+    [newest] = kept.glob(STOP_CHECKPOINT)
+    damage(newest)
+    round_times(kept)
+    own, of_rank_1 = training.on_ranks("ours", error_of_command, tmp_path, kept)
+    assert of_rank_1 == own
+    assert own.startswith(begin.format(newest))
+    assert remedy in own
+
+
+def test_without_the_stop_checkpoint_last_is_the_one_before(kept: Path, tmp_path: Path) -> None:
+    """The same command continues at the end of an epoch, also if the file's name has a version."""
+    [newest] = kept.glob(STOP_CHECKPOINT)
+    stopped_at = torch.load(newest, weights_only=False)["global_step"]
     newest.unlink()
+    round_times(kept)
     (resumed_at, ended_at), _ = training.on_ranks("ours", run_command, tmp_path, kept)
     assert resumed_at in range(STEPS, stopped_at + 1, STEPS), "an epoch's end"
     assert ended_at == EPOCHS * STEPS
 
 
-def resumed_from_a_store(kind: training.Kind, directory: Path) -> list[int]:
+def resume_from_store(kind: training.Kind, directory: Path) -> list[int]:
     """Return the steps at which two runs begin that save to the same URL."""
     begun: list[int] = []
     for epochs in (1, 2):
-        saving = ModelCheckpoint("memory://bucket/run", save_last=True)
         begin = training.At("on_train_start", lambda trainer: begun.append(trainer.global_step))
-        options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": epochs}
-        training.fit(kind, directory, training.Net(), saving, begin, ckpt_path="last", **options)
+        training.fit(
+            kind,
+            directory,
+            training.Net(),
+            ModelCheckpoint("memory://bucket/run", save_last=True),
+            begin,
+            ckpt_path="last",
+            enable_checkpointing=True,
+            max_epochs=epochs,
+        )
     return begun
 
 
 def test_last_is_found_at_a_url(tmp_path: Path) -> None:
     """A file system lists files without the protocol of the URL."""
-    assert training.on_ranks("ours", resumed_from_a_store, tmp_path) == [[0, 4]] * 2
+    assert training.on_ranks("ours", resume_from_store, tmp_path) == [[0, 4]] * 2
 
 
 def test_a_url_that_cannot_be_reached_is_an_error_on_every_rank(tmp_path: Path) -> None:
     """It has the reason of the rank that searched, and a remedy."""
     url = f"http://127.0.0.1:{free_port()}/run"
-    error, of_rank_1 = training.on_ranks("ours", refused_command, tmp_path, url)
+    error, of_rank_1 = training.on_ranks("ours", error_of_command, tmp_path, url)
     assert of_rank_1 == error
     assert error.startswith(f"CheckpointError: cannot search {url} for checkpoints: ")
     assert "check that it can be reached, or pass the path of a checkpoint" in error

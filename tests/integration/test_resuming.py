@@ -1,13 +1,15 @@
 """A resumed run equals one that did not stop, where ``test_resume_sweep`` draws no case:
 loaders with a state of their own or of several lengths, several failures, a save after
-``fit``, a resume as stock's, and checkpoints without a position.
+``fit``, and a resume as stock's.
+
+``test_starting_again`` has the runs whose epoch starts again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -31,8 +33,9 @@ from tests.harness.training import (
 )
 from tests.integration import continuing
 
-NO_DIFFERENCE = ["", ""]  # of a resumed run, on both ranks
 SAMPLES = 16  # two ranks read them in four batches of two
+MIDDLE = "train_batch_end-2"  # of the first epoch
+NO_DIFFERENCE = ["", ""]  # of a resumed run, on both ranks
 
 # Loaders that keep their own state.
 
@@ -110,72 +113,84 @@ class Looks(L.Callback):
         next(iter(trainer.train_dataloader))
 
 
+WITHOUT_DROPOUT = {"model": continuing.WITHOUT_DROPOUT}
 IN_STEP = {
-    "model": continuing.WITHOUT_DROPOUT,  # random numbers within a step are not repeated
+    **WITHOUT_DROPOUT,  # random numbers within a step are not repeated
     "use_distributed_sampler": False,
     "accumulate_grad_batches": 2,
 }
-UNBROKEN = {"model": continuing.WITHOUT_DROPOUT}
-# In the first epoch; the run that resumes there saves again before its first batch.
-SAVED_TWICE = (["train_batch_end-2"], ["train_batch_start-2"])
+
+
+class Case(NamedTuple):
+    """A run, and the points at which it is saved and resumed, see ``continuing.Saver``.
+
+    Attributes:
+        loaders: makes the loaders of a rank.
+        saved_at: points of the whole run.
+        saved_again_at: points of the resumed runs, by default before their first batch.
+        options: of the Trainer.
+    """
+
+    loaders: Callable[[int], Any]
+    saved_at: Sequence[str] = (MIDDLE,)
+    saved_again_at: Sequence[str] = ("train_batch_start-2",)
+    options: Mapping[str, Any] = WITHOUT_DROPOUT
 
 
 def shuffled(rank: int) -> Any:
     return continuing.shuffled(SAMPLES)()
 
 
-# A rank's loaders, options of the Trainer, and points, see ``generations``.
-CASES: dict[str, tuple[Callable[[int], Any], dict[str, Any], Sequence[Sequence[str]]]] = {
+CASES = {
     # Each epoch has five batches, and a step has two of them or the last one.
-    "the state of each rank": (
+    "the state of each rank": Case(
         lambda rank: ByHand(continuing.Stream(9, rank), batch_size=2),
-        {"max_epochs": 2, **IN_STEP},
-        (["train_batch_end-1", "train_batch_end-4"], ["train_batch_end-7"]),
+        saved_at=["train_batch_end-1", "train_batch_end-4"],
+        saved_again_at=["train_batch_end-7"],
+        options={"max_epochs": 2, **IN_STEP},
     ),
-    "a state that is kept until the epoch's end": (
+    "a state that is kept until the epoch's end": Case(
         lambda rank: LikeLitdata(continuing.Stream(9, rank), batch_size=2),
-        IN_STEP,
-        (["train_batch_end-2"], ["train_batch_end-8"]),
+        saved_again_at=["train_batch_end-8"],
+        options=IN_STEP,
     ),
-    "a stream in torchdata's loader": (
-        stateful_stream,
-        UNBROKEN,
-        (["train_batch_end-2"], ["train_epoch_end-6"]),
-    ),
-    "its workers": (
+    "a stream in torchdata's loader": Case(stateful_stream, saved_again_at=["train_epoch_end-6"]),
+    "its workers": Case(
         lambda rank: stateful_stream(rank, **continuing.workers(2)),
-        UNBROKEN,
-        (["train_batch_end-2"], ["train_batch_end-9"]),
+        saved_again_at=["train_batch_end-9"],
     ),
-    "a state before a step": (
-        lambda rank: StatefulDataLoader(continuing.Numbers(SAMPLES), 2, shuffle=True),
-        UNBROKEN,
-        SAVED_TWICE,
+    "a state before a step": Case(
+        lambda rank: StatefulDataLoader(continuing.Numbers(SAMPLES), 2, shuffle=True)
     ),
     # The point is within a step that begins after the first loader's end.
-    "max_size": (lambda rank: short_and_long(), IN_STEP, [["train_batch_end-7"]]),
+    "max_size": Case(
+        lambda rank: short_and_long(),
+        saved_at=["train_batch_end-7"],
+        saved_again_at=(),
+        options=IN_STEP,
+    ),
     # A callback sets the number when an epoch begins.
-    "a schedule of accumulation": (
+    "a schedule of accumulation": Case(
         shuffled,
-        {"callbacks": [GradientAccumulationScheduler({0: 2, 1: 4})], **UNBROKEN},
-        (["train_batch_end-2"], ["train_batch_end-4"]),
+        saved_again_at=["train_batch_end-4"],
+        options={"callbacks": [GradientAccumulationScheduler({0: 2, 1: 4})], **WITHOUT_DROPOUT},
     ),
-    "dataloader_iter": (shuffled, {"model": partial(Iterating, dropout=0.0)}, SAVED_TWICE),
-    "a limit": (shuffled, {"limit_train_batches": 3, **UNBROKEN}, SAVED_TWICE),
-    "loaders that are made again": (
-        shuffled,
-        {"reload_dataloaders_every_n_epochs": 1, **UNBROKEN},
-        SAVED_TWICE,
+    "dataloader_iter": Case(shuffled, options={"model": partial(Iterating, dropout=0.0)}),
+    "a limit": Case(shuffled, options={"limit_train_batches": 3, **WITHOUT_DROPOUT}),
+    "loaders that are made again": Case(
+        shuffled, options={"reload_dataloaders_every_n_epochs": 1, **WITHOUT_DROPOUT}
     ),
-    "a callback that reads": (shuffled, {"callbacks": [Looks()], **UNBROKEN}, SAVED_TWICE),
+    "a callback that reads": Case(shuffled, options={"callbacks": [Looks()], **WITHOUT_DROPOUT}),
 }
 
 
 def continue_case(rank: int, world_size: int, directory: Path, name: str) -> dict[str, str]:
     """Return the differences of runs that resume, and resume again."""
-    loaders, options, points = CASES[name]
+    case = CASES[name]
     return continuing.generations(
-        continuing.Training(lambda: loaders(rank), directory, options=options), *points
+        continuing.Training(partial(case.loaders, rank), directory, options=dict(case.options)),
+        case.saved_at,
+        case.saved_again_at,
     )
 
 
@@ -199,7 +214,7 @@ def fail_again_and_again(rank: int, world_size: int, directory: Path) -> str:
     """Describe how a run that fails three times differs from one that does not."""
     # The workers of the training loader persist from epoch to epoch.
     loaders = continuing.shuffled(SAMPLES, **continuing.KEPT)
-    training = continuing.Training(loaders, directory, options=UNBROKEN)
+    training = continuing.Training(loaders, directory, options=WITHOUT_DROPOUT)
     whole = training.run()
     done = 0
     path = None
@@ -251,8 +266,9 @@ def save_after_fit(directory: Path, *functions: str, **limits: int) -> str:
     """Fit, call these functions of the Trainer, and save."""
     L.seed_everything(7, verbose=False)
     module = continuing.Net(continuing.shuffled(20))
-    options = {"num_sanity_val_steps": 0, "limit_val_batches": 0, **limits}
-    trainer = make_trainer(make_strategy("ours", directory), **options)
+    trainer = make_trainer(
+        make_strategy("ours", directory), num_sanity_val_steps=0, limit_val_batches=0, **limits
+    )
     for function in ("fit", *functions):
         getattr(trainer, function)(module)
     path = directory / "finished.ckpt"
@@ -272,8 +288,9 @@ def resume_after_fit(
     for done, limits in ((5, {"max_epochs": 1}), (3, {"max_steps": 3})):
         resumed = training.run(ckpt_path=save_after_fit(directory, **limits))
         differences.append(continuing.difference(whole, done, resumed))
-    path = save_after_fit(directory, "validate", max_steps=3)
-    return differences, continuing.resume(training, path)
+    return differences, continuing.resume(
+        training, save_after_fit(directory, "validate", max_steps=3)
+    )
 
 
 def test_a_finished_run_continues_where_training_was(tmp_path: Path) -> None:
@@ -292,7 +309,6 @@ def test_a_finished_run_continues_where_training_was(tmp_path: Path) -> None:
 # Lightning's own way to resume.
 
 LEFT = "ended before the epoch ended"  # in Lightning's warning of a resume within an epoch
-MIDDLE = "train_batch_end-2"  # of the first epoch
 FIRST_EPOCH_END = "train_epoch_end-4"
 
 
@@ -303,11 +319,9 @@ def training_of(kind: Kind, directory: Path) -> continuing.Training:
     )
 
 
-def save_at(
-    kind: Kind, directory: Path, make: Callable[[Kind, Path], continuing.Training], *points: str
-) -> list[str]:
+def save_at(kind: Kind, directory: Path, *points: str) -> list[str]:
     """Return the checkpoints of a training at these points."""
-    return [*make(kind, directory).run(*points).saved.values()]
+    return [*training_of(kind, directory).run(*points).saved.values()]
 
 
 def resume_as_stock(
@@ -330,49 +344,10 @@ def test_data_and_random_numbers_can_be_left_to_stock(tmp_path: Path) -> None:
 
     Rank 0 shows Lightning's warning, which is hidden only where an epoch continues.
     """
-    paths, _ = on_ranks("ours", save_at, tmp_path, training_of, MIDDLE, FIRST_EPOCH_END)
+    paths, _ = on_ranks("ours", save_at, tmp_path, MIDDLE, FIRST_EPOCH_END)
     ours, stock = on_both(resume_as_stock, tmp_path, paths)
     for (own_runs, own_shown), (stock_runs, shown) in zip(ours, stock, strict=True):
         assert [run.steps for run in own_runs] == [run.steps for run in stock_runs]
         assert_same([run.weights for run in own_runs], [run.weights for run in stock_runs])
         assert own_shown == shown
     assert ours[0][1] == 1
-
-
-# Checkpoints without a data position of this release.
-
-NO_POSITION = (
-    "epoch 0 cannot be resumed in the middle, so that epoch starts again: the checkpoint has no"
-    " position that this release can read; save at the end of an epoch before you change the"
-    " strategy or its release"
-)
-
-
-def stream_training(kind: Kind, directory: Path) -> continuing.Training:
-    """Return a training in which each rank has its own stream, in a loader with a state."""
-
-    def load_stream() -> Any:
-        return stateful_stream(torch.distributed.get_rank())
-
-    return continuing.Training(load_stream, directory, options={"max_epochs": 2}, side=kind)
-
-
-def resume_stream(kind: Kind, directory: Path, path: str) -> continuing.Resumed:
-    return continuing.resume(stream_training(kind, directory), path)
-
-
-@pytest.mark.parametrize("kind", ["stock", "another release"])
-def test_a_checkpoint_without_a_position_repeats_the_epoch(kind: str, tmp_path: Path) -> None:
-    """Each rank reads all its own data again, and rank 0 warns with the remedy."""
-    side: Kind = "stock" if kind == "stock" else "ours"
-    [path], _ = on_ranks(side, save_at, tmp_path, stream_training, MIDDLE)
-    if kind == "another release":
-        checkpoint = torch.load(path, weights_only=False)
-        checkpoint["lightning_ddp_ext"]["version"] = 5
-        torch.save(checkpoint, path)
-    first, second = on_ranks("ours", resume_stream, tmp_path, path)
-    assert first.warned == [NO_POSITION]
-    assert second.warned == []
-    for rank, resumed in enumerate((first, second)):
-        first_epoch = [step for step in resumed.run.steps if step.epoch == 0]
-        assert continuing.samples_of(first_epoch) == [*continuing.Stream(12, rank).numbers]

@@ -6,13 +6,14 @@ part, ``make nightly`` some of a new seed (``SWEEP_SEED``, ``SWEEP_COUNT``).
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import lightning as L
 import numpy as np
@@ -42,16 +43,6 @@ class Numbered(Numbers):
         return torch.arange(4.0).mul(number + 1).sin() + noise / 10, target, number
 
 
-def own_sampler(samples: int, **options: Any) -> DataLoader[Any]:
-    sampler = DistributedSampler(range(samples), seed=2)
-    return DataLoader(Numbered(samples), sampler=sampler, **options)
-
-
-def own_generator(samples: int, **options: Any) -> DataLoader[Any]:
-    sampler = RandomSampler(range(samples), generator=torch.Generator().manual_seed(3))
-    return DataLoader(Numbered(samples), sampler=sampler, **options)
-
-
 class OwnIteration(DataLoader[Any]):
     """Starts torch's iterator when its first batch is requested."""
 
@@ -62,8 +53,14 @@ class OwnIteration(DataLoader[Any]):
 LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "in order": lambda samples, **options: DataLoader(Numbered(samples), **options),
     "shuffled": lambda samples, **options: DataLoader(Numbered(samples), shuffle=True, **options),
-    "own sampler": own_sampler,
-    "own generator": own_generator,
+    "own sampler": lambda samples, **options: DataLoader(
+        Numbered(samples), sampler=DistributedSampler(range(samples), seed=2), **options
+    ),
+    "own generator": lambda samples, **options: DataLoader(
+        Numbered(samples),
+        sampler=RandomSampler(range(samples), generator=torch.Generator().manual_seed(3)),
+        **options,
+    ),
     "stream": lambda samples, **options: DataLoader(
         training.Streamed(Numbered(samples)), **options
     ),
@@ -72,27 +69,8 @@ LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "kept worker": lambda samples, **options: DataLoader(Numbered(samples), **KEPT, **options),
 }
 
-# The parts of programs.
+# The parts of programs; those of the model are its classes in ``MODEL`` below.
 
-# What a model does or has, besides training.
-MODEL = (
-    "dropout",
-    "manual",  # optimisation
-    "plateau",  # a scheduler by the validation loss
-    "hooks",  # self.log in hooks
-    "gathers",  # all_gather and reduce in steps
-    "reads",  # all metrics in training steps
-    "reads later",  # all metrics after each training step
-    "reads alone",  # all metrics on rank 1, as soon as it has logged a value
-    "infers",  # logs in inference mode
-    "many",  # values of a step, some of them twice
-    "group",  # of ranks, which a value is of
-    "profiles",  # a part of the training step
-    "estimates",  # the number of steps, in the first hook
-    "stops",  # trainer.should_stop after three steps
-    "unused",  # parameters
-    "skips",  # the rest of an epoch after two batches
-)
 METRICS: dict[str, type[Metric] | None] = {
     "none": None,
     "sums": MeanSquaredError,
@@ -111,13 +89,23 @@ CALLBACKS: dict[str, Callable[[Path], L.Callback]] = {
     "swa": lambda _: callbacks.StochasticWeightAveraging(0.01, 1),
     "rates": lambda _: callbacks.LearningRateMonitor(),
 }
-AFTERWARDS = (
-    "validate",
-    "test",
-    "predict",
-    "fit again",  # for another epoch
-    "new Trainer",  # which fits the trained model
-)
+
+
+def fit_again(trainer: L.Trainer, module: L.LightningModule) -> None:
+    """Fit for another epoch; all of them with a new Trainer."""
+    trainer.should_stop = False
+    trainer.fit_loop.max_epochs = (trainer.max_epochs or 0) + 1
+    trainer.fit(module)
+
+
+NEW_TRAINER = "new Trainer"  # on the trained model; later calls are also its
+AFTERWARDS: dict[str, Callable[[L.Trainer, L.LightningModule], Any]] = {
+    "validate": lambda trainer, module: trainer.validate(module, verbose=False),
+    "test": lambda trainer, module: trainer.test(module, verbose=False),
+    "predict": lambda trainer, module: trainer.predict(module),
+    "fit again": fit_again,
+    NEW_TRAINER: fit_again,
+}
 TRAINER: dict[str, tuple[Any, ...]] = {
     "max_epochs": (1, 2, 3),
     "accumulate_grad_batches": (1, 2, 3),
@@ -140,8 +128,6 @@ TRAINER: dict[str, tuple[Any, ...]] = {
     "max_time": (*[None] * 9, timedelta(microseconds=1)),
 }
 EARLY_ENDS = {("fast_dev_run", 2), ("max_time", timedelta(microseconds=1))}
-
-
 EACH = {"on_step": True, "on_epoch": True}
 # What a program logs of its loss, and options of ``self.log``.
 LOGGED: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any]]] = {
@@ -159,7 +145,9 @@ LOGGED: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any]]] = {
     "of rank 0": (torch.clone, {"sync_dist": True, "rank_zero_only": True}),
     "by loader": (torch.clone, {"sync_dist": True, "add_dataloader_idx": False}),
 }
-MANY = 130  # more values than one collective has
+
+
+# A program, and the model that runs in it.
 
 
 @dataclass(frozen=True)
@@ -186,78 +174,18 @@ class Program:
         return str(self.seed)
 
 
-def draw(seed: int) -> Program:
-    """Draw a program that stock can run."""
-    chance = random.Random(seed)
-
-    def some(names: Iterable[str], share: float) -> tuple[str, ...]:
-        return tuple(name for name in names if chance.random() < share)
-
-    train = chance.choice([*LOADERS])
-    model = some(MODEL, 0.2)
-    if train == "own sampler":  # which needs the process group, and that opens later
-        model = tuple(name for name in model if name != "estimates")
-    options = {name: chance.choice(values) for name, values in TRAINER.items()}
-    if train in ("shuffled", "own generator"):  # ours draws another order if it is not divided
-        options["use_distributed_sampler"] = True
-    afterwards = some(AFTERWARDS, 0.25)
-    if train == "kept worker":  # read ahead, with stock, by iterators that nothing reads
-        options["reload_dataloaders_every_n_epochs"] = 0
-        afterwards = tuple(name for name in afterwards if name != "fit again")
-    if "manual" in model:
-        options |= {"accumulate_grad_batches": 1, "gradient_clip_val": None}
-    return Program(
-        seed,
-        train=train,
-        # Of a shuffled loader, stock draws an order of predictions on each rank.
-        validation=chance.choice(["in order", "own sampler", "stream", "kept worker"]),
-        samples=chance.choice([20, 24, 25]),
-        batch_size=chance.choice([2, 3]),
-        drops_last=chance.choice([True, False]),
-        options=tuple(options.items()),
-        metric=chance.choice([*METRICS]),
-        model=model,
-        logged=some(LOGGED, 0.4),
-        callbacks=some(CALLBACKS, 0.2),
-        afterwards=afterwards,
-    )
-
-
-def parts_of(program: Program) -> set[Any]:
-    """Return the parts that a program uses, apart from its numbers of samples; if it ends
-    early, only that counts.
-    """
-    early = EARLY_ENDS.intersection(program.options)
-    if early:
-        return early
-    loaders = {("train", program.train), ("validation", program.validation)}
-    several = {*program.model, *program.logged, *program.callbacks, *program.afterwards}
-    return {*loaders, *program.options, ("metric", program.metric), *several}
-
-
-def cover() -> list[Program]:
-    """Return few programs that together use each part but the workers that start in each
-    epoch, which take seconds.
-    """
-    drawn = [program for program in map(draw, range(300)) if program.train != "worker"]
-    return sweeps.greedy_cover({program: parts_of(program) for program in drawn}, lambda _: 1)
-
-
-# What a program sees.
-
-
 class Watching(L.Callback):
-    """Records the calls of all hooks, and draws a random number in most of them."""
+    """Has the module record the calls of all hooks, and draws a random number in most."""
 
     def __init__(self) -> None:
-        self.calls: list[Any] = []
         for name in dir(L.Callback):
             if name.startswith("on_"):
                 setattr(self, name, partial(self._record, name))
 
     def _record(self, name: str, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         draws = name == "setup" or name.endswith(("_start", "_end"))
-        self.calls.append((name, trainer.global_step, *([torch.rand(())] if draws else [])))
+        module: Any = trainer.lightning_module
+        module.calls.append((name, trainer.global_step, *([torch.rand(())] if draws else [])))
 
 
 class Writer(callbacks.BasePredictionWriter):
@@ -268,85 +196,66 @@ class Writer(callbacks.BasePredictionWriter):
     ) -> None:
         module.seen.append((prediction, indices))
 
-    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
-        module.seen.append((predictions, indices))
+    write_on_epoch_end = write_on_batch_end
 
 
 class Watched(L.LightningModule):
-    """The model of a program, which records its batches and the values that it reads.
+    """The model of a program, which records its batches and the values that it reads. The
+    parts of ``MODEL`` extend it.
 
     Attributes:
-        parts: those of ``MODEL`` that it has.
         seen: the records, in order.
+        calls: those of the hooks of callbacks.
+        strategy: options of the strategy that it needs.
+        dropout: the probability to drop a value; 0 draws no random numbers.
     """
+
+    strategy: ClassVar[dict[str, Any]] = {}
+    dropout = 0.0
 
     def __init__(self, program: Program) -> None:
         super().__init__()
         self.program = program
-        self.parts = program.model
         self.seen: list[Any] = []
-        self.automatic_optimization = "manual" not in self.parts
-        dropout = nn.Dropout(0.3) if "dropout" in self.parts else nn.Identity()
+        self.calls: list[Any] = []
+        dropout = nn.Dropout(self.dropout)
         self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), dropout, nn.Linear(6, 1))
-        self.unused = nn.Linear(2, 2) if "unused" in self.parts else None
         metric = METRICS[program.metric]
         self.metric = None if metric is None else metric()
 
     def forward(self, x: Tensor) -> Tensor:
-        predicted: Tensor = self.layers(x.to(next(self.parameters()).dtype))
-        return predicted
+        return self.layers(x.to(next(self.parameters()).dtype))
 
     def loss(self, stage: str, batch: Any) -> Tensor:
-        """Record the batch; return its loss, after logging it as the program does."""
+        """Record the batch; return its loss, after logging it."""
         x, y, numbers = batch
         self.seen.append((stage, self.current_epoch, numbers))
-        loss: Tensor = (self(x) - y).square().mean()
-        value = loss.detach() + self.global_rank
+        loss = (self(x) - y).square().mean()
+        self.log_loss(stage, loss.detach() + self.global_rank)
+        return loss
+
+    def log_loss(self, stage: str, value: Tensor) -> None:
+        """Log a value that differs by rank as the program does."""
         for name in self.program.logged:
             function, options = LOGGED[name]
             self.log_value(f"{stage}_{name}", function(value), **options)
-        if "infers" in self.parts:
-            with torch.inference_mode():
-                self.log_value("inferred", value + 1, sync_dist=True, on_step=True, on_epoch=False)
-        if "many" in self.parts:
-            self.log_dict({f"{number}": value + number for number in range(MANY)}, sync_dist=True)
-            self.log("0", value / 2, sync_dist=True)
-        if "group" in self.parts:
-            self.log("group", value, sync_dist=True, sync_dist_group=dist.group.WORLD)
-        if "gathers" in self.parts:
-            self.seen.append(self.all_gather({"loss": loss.detach()}))
-            self.seen.append(self.trainer.strategy.reduce(loss.detach(), reduce_op="max"))
-        return loss
 
     def log_value(self, name: str, value: Any, **options: Any) -> None:
         self.log(name, value, **options)
-        if "reads alone" in self.parts and self.global_rank == 1:
-            self.read_metrics()
 
-    def configure_callbacks(self) -> list[L.Callback]:
-        if "estimates" in self.parts:
-            self.seen.append(self.trainer.estimated_stepping_batches)
-        return []
+    def read_metrics(self) -> None:
+        trainer = self.trainer
+        kinds = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
+        self.seen += [dict(metrics) for metrics in kinds]
+
+    def read_at_epoch_end(self) -> None:
+        self.read_metrics()
 
     def training_step(self, batch: Any, index: int) -> Tensor:
-        loss = self.loss("train", batch)
-        if "profiles" in self.parts:
-            with self.trainer.profiler.profile("a part"):
-                self.seen.append(float(loss))
-        if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            self.log_value("after a collective", float(self.global_rank), sync_dist=True, **EACH)
-            optimizer.step()
-        if "reads" in self.parts:
-            self.read_metrics()
-        if "stops" in self.parts and self.global_step == 3:
-            self.trainer.should_stop = True
-        return loss
+        return self.loss("train", batch)
 
-    def on_train_batch_start(self, batch: Any, index: int) -> int | None:
-        return -1 if "skips" in self.parts and index == 2 else None
+    def on_train_epoch_end(self) -> None:
+        self.read_at_epoch_end()
 
     def validation_step(self, batch: Any, index: int) -> None:
         self.log("val_loss", self.loss("val", batch), sync_dist=True)
@@ -361,35 +270,8 @@ class Watched(L.LightningModule):
         x, _, numbers = batch
         return numbers, self(x)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if "hooks" in self.parts:
-            total = sum(each.grad.sum() for each in self.parameters() if each.grad is not None)
-            self.log_value("gradients", total + self.global_rank, sync_dist=True)
-
-    def read_metrics(self) -> None:
-        trainer = self.trainer
-        kinds = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
-        self.seen += [dict(metrics) for metrics in kinds]
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if "reads later" in self.parts:
-            self.read_metrics()
-        if "hooks" in self.parts:
-            self.log_value("after the step", float(self.global_rank), sync_dist=True, **EACH)
-
-    def on_train_epoch_end(self) -> None:
-        if "reads alone" not in self.parts or self.global_rank == 1:
-            self.read_metrics()
-        if "hooks" in self.parts:
-            self.log("end", float(self.global_rank), sync_dist=True, reduce_fx="sum")
-
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
-        if "plateau" not in self.parts:
-            return optimizer
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        plateau = {"scheduler": scheduler, "monitor": "val_loss", "strict": False}
-        return {"optimizer": optimizer, "lr_scheduler": plateau}
+        return torch.optim.Adam(self.parameters(), lr=0.05)
 
     def train_dataloader(self) -> DataLoader[Any]:
         return LOADERS[self.program.train](
@@ -405,93 +287,311 @@ class Watched(L.LightningModule):
     test_dataloader = predict_dataloader = val_dataloader
 
 
-@dataclass
-class Play:
-    """A program on this rank, with ours or with stock.
+# What a model also has or does: classes that extend the hooks of those before.
 
-    Attributes:
-        program: the program.
-        kind: whose strategy it uses.
-        shared: where the ranks connect; the programs on the same ranks share it.
-        place: where this program writes.
-    """
 
-    program: Program
-    kind: training.Kind
-    shared: Path
-    place: Path
+class DropsOut(Watched):
+    dropout = 0.3
 
-    def __post_init__(self) -> None:
-        self.module = Watched(self.program)
-        self.watching = Watching()
 
-    def make_trainer(self) -> L.Trainer:
-        made = [CALLBACKS[name](self.place) for name in self.program.callbacks]
-        finds_unused = {"find_unused_parameters": True} if "unused" in self.program.model else {}
-        return training.make_trainer(
-            training.make_strategy(self.kind, self.shared, **finds_unused),
-            callbacks=[self.watching, Writer("batch_and_epoch"), *made],
-            default_root_dir=self.place,
-            logger=[
-                CSVLogger(self.place, name="logged", version="0"),
-                TensorBoardLogger(self.place, name="board", version="0"),
-            ],
-            enable_checkpointing=any(isinstance(each, callbacks.Checkpoint) for each in made),
-            **dict(self.program.options),
-        )
+class OptimizesManually(Watched):
+    automatic_optimization = False
 
-    def run(self) -> list[Any]:
-        """Run the program; return what it has seen after the fit and each later call."""
-        trainer = self.make_trainer()
-        trainer.fit(self.module)
-        found: list[Any] = [self.seen_with(trainer)]
-        for name in self.program.afterwards:
-            if name == "new Trainer":
-                trainer = self.make_trainer()
-            found += [self.call(name, trainer), self.seen_with(trainer)]
-        return found
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.log_value("after a collective", float(self.global_rank), sync_dist=True, **EACH)
+        optimizer.step()
+        return loss
 
-    def call(self, name: str, trainer: L.Trainer) -> Any:
-        """Make a call after the fit, and return its result."""
-        if name in ("validate", "test"):
-            return getattr(trainer, name)(self.module, verbose=False)
-        if name == "predict":
-            return trainer.predict(self.module)
-        trainer.should_stop = False
-        trainer.fit_loop.max_epochs = (trainer.max_epochs or 0) + 1
-        return trainer.fit(self.module)
 
-    def seen_with(self, trainer: L.Trainer) -> dict[str, Any]:
-        """Return what the program has seen so far, and the state of its last Trainer."""
-        dist.barrier()  # rank 0 has written its files
-        table = self.place / "logged" / "0" / "metrics.csv"
-        files = [str(path.relative_to(self.place)) for path in self.place.rglob("*")]
+class SchedulesByValidationLoss(Watched):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         return {
-            "seen": list(self.module.seen),
-            "calls": list(self.watching.calls),
-            "progress": (trainer.global_step, trainer.current_epoch, trainer.num_training_batches),
-            "metrics": dict(trainer.callback_metrics),
-            "weights": training.weights(self.module),
-            # TensorBoard's names contain the time and the process.
-            "files": sorted(name.partition(".tfevents")[0] for name in files),
-            "table": table.read_text() if table.exists() else "",
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss", "strict": False},
         }
 
 
+class LogsInHooks(Watched):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        total = sum(each.grad.sum() for each in self.parameters() if each.grad is not None)
+        self.log_value("gradients", total + self.global_rank, sync_dist=True)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log_value("after the step", float(self.global_rank), sync_dist=True, **EACH)
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.log("end", float(self.global_rank), sync_dist=True, reduce_fx="sum")
+
+
+class GathersInSteps(Watched):
+    def log_loss(self, stage: str, value: Tensor) -> None:
+        super().log_loss(stage, value)
+        self.seen.append(self.all_gather({"loss": value}))
+        self.seen.append(self.trainer.strategy.reduce(value, reduce_op="max"))
+
+
+class ReadsInTrainingSteps(Watched):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        self.read_metrics()
+        return loss
+
+
+class ReadsAfterTrainingSteps(Watched):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.read_metrics()
+        super().on_train_batch_end(*args)
+
+
+class ReadsAlone(Watched):
+    """Only rank 1 reads at the end of an epoch, and as soon as it has logged a value."""
+
+    def log_value(self, name: str, value: Any, **options: Any) -> None:
+        super().log_value(name, value, **options)
+        self.read_at_epoch_end()
+
+    def read_at_epoch_end(self) -> None:
+        if self.global_rank == 1:
+            self.read_metrics()
+
+
+class LogsInInferenceMode(Watched):
+    def log_loss(self, stage: str, value: Tensor) -> None:
+        super().log_loss(stage, value)
+        with torch.inference_mode():
+            self.log_value("inferred", value + 1, sync_dist=True, on_step=True, on_epoch=False)
+
+
+class LogsManyValues(Watched):
+    """Logs more values in a step than one collective has, and one of them twice."""
+
+    def log_loss(self, stage: str, value: Tensor) -> None:
+        super().log_loss(stage, value)
+        self.log_dict({f"{number}": value + number for number in range(130)}, sync_dist=True)
+        self.log("0", value / 2, sync_dist=True)
+
+
+class LogsInGroup(Watched):
+    def log_loss(self, stage: str, value: Tensor) -> None:
+        super().log_loss(stage, value)
+        self.log("group", value, sync_dist=True, sync_dist_group=dist.group.WORLD)
+
+
+class ProfilesTrainingSteps(Watched):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        with self.trainer.profiler.profile("a part"):
+            self.seen.append(float(loss))
+        return loss
+
+
+class EstimatesStepsInFirstHook(Watched):
+    def configure_callbacks(self) -> list[L.Callback]:
+        self.seen.append(self.trainer.estimated_stepping_batches)
+        return []
+
+
+class StopsAfterThreeSteps(Watched):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        self.trainer.should_stop |= self.global_step == 3
+        return loss
+
+
+class HasUnusedParameters(Watched):
+    strategy: ClassVar = {"find_unused_parameters": True}
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.unused = nn.Linear(2, 2)
+
+
+class SkipsEpochsAfterTwoBatches(Watched):
+    def on_train_batch_start(self, batch: Any, index: int) -> int | None:
+        return -1 if index == 2 else None
+
+
+MODEL: dict[str, type[Watched]] = {
+    "dropout": DropsOut,
+    "manual": OptimizesManually,
+    "plateau": SchedulesByValidationLoss,
+    "hooks": LogsInHooks,
+    "gathers": GathersInSteps,
+    "reads": ReadsInTrainingSteps,
+    "reads later": ReadsAfterTrainingSteps,
+    "reads alone": ReadsAlone,
+    "infers": LogsInInferenceMode,
+    "many": LogsManyValues,
+    "group": LogsInGroup,
+    "profiles": ProfilesTrainingSteps,
+    "estimates": EstimatesStepsInFirstHook,
+    "stops": StopsAfterThreeSteps,
+    "unused": HasUnusedParameters,
+    "skips": SkipsEpochsAfterTwoBatches,
+}
+
+
+def model_of(program: Program) -> Watched:
+    """Return a model with the program's parts, of which later ones extend earlier ones."""
+    parts = [MODEL[name] for name in reversed(program.model)]
+    return type("Model", (*parts, Watched), {})(program)
+
+
+# Running a program on a rank.
+
+
+def make_trainer(kind: training.Kind, module: Watched, place: Path) -> L.Trainer:
+    """Return a Trainer of a module's program, which writes into ``place``."""
+    made = [CALLBACKS[name](place) for name in module.program.callbacks]
+    return training.make_trainer(
+        # All programs of these ranks connect in one directory.
+        training.make_strategy(kind, place.parents[1], **module.strategy),
+        callbacks=[Watching(), Writer("batch_and_epoch"), *made],
+        default_root_dir=place,
+        logger=[
+            CSVLogger(place, name="logged", version="0"),
+            TensorBoardLogger(place, name="board", version="0"),
+        ],
+        enable_checkpointing=any(isinstance(each, callbacks.Checkpoint) for each in made),
+        **dict(module.program.options),
+    )
+
+
+def run(kind: training.Kind, module: Watched, place: Path) -> list[Any]:
+    """Run a module's program; return what it has seen after the fit and each later call."""
+    trainer = make_trainer(kind, module, place)
+    trainer.fit(module)
+    found: list[Any] = [seen_with(trainer, module, place)]
+    for name in module.program.afterwards:
+        if name == NEW_TRAINER:
+            trainer = make_trainer(kind, module, place)
+        found += [AFTERWARDS[name](trainer, module), seen_with(trainer, module, place)]
+    return found
+
+
+def seen_with(trainer: L.Trainer, module: Watched, place: Path) -> dict[str, Any]:
+    """Return what a module has seen so far, and the state of its last Trainer."""
+    dist.barrier()  # rank 0 has written its files
+    table = place / "logged" / "0" / "metrics.csv"
+    files = [str(path.relative_to(place)) for path in place.rglob("*")]
+    return {
+        "seen": list(module.seen),
+        "calls": list(module.calls),
+        "progress": (trainer.global_step, trainer.current_epoch, trainer.num_training_batches),
+        "metrics": dict(trainer.callback_metrics),
+        "weights": training.weights(module),
+        # TensorBoard's names contain the time and the process.
+        "files": sorted(name.partition(".tfevents")[0] for name in files),
+        "table": table.read_text() if table.exists() else "",
+    }
+
+
 def play(kind: training.Kind, program: Program, rank: int, ranks: int, place: Path) -> Any:
-    """Run a program on this rank; return what it sees, or its error as a text."""
-    shared = place.parent
+    """Run a program on this rank; return what it sees, or its traceback."""
     if kind == "stock" and not dist.is_initialized():
         dist.init_process_group(
-            "gloo", init_method=f"file://{shared}/store", rank=rank, world_size=ranks
+            "gloo", init_method=f"file://{place.parent}/store", rank=rank, world_size=ranks
         )
     L.seed_everything(7, verbose=False)
     try:
-        return Play(program, kind, shared, place / "program").run()
+        return run(kind, model_of(program), place / "program")
     except RankFailedError:
         raise  # no program can be played with the other ranks
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return traceback.format_exc()
+
+
+# Choosing programs.
+
+# Not shuffled: stock would draw another order of predictions on each rank.
+VALIDATION = ("in order", "own sampler", "stream", "kept worker")
+
+
+class Limits(NamedTuple):
+    """What a program with a part has and lacks, so that stock runs it and ours equals it."""
+
+    options: Mapping[str, Any] = {}  # of the Trainer
+    without: Collection[str] = ()  # parts of the model, and calls after the fit
+
+
+LIMITS = {
+    # The sampler needs the process group, which opens after the first hook.
+    "own sampler": Limits(without={"estimates"}),
+    # Ours draws another order than stock if the samples are not divided.
+    "shuffled": Limits({"use_distributed_sampler": True}),
+    "own generator": Limits({"use_distributed_sampler": True}),
+    # With stock, iterators that nothing reads also read ahead.
+    "kept worker": Limits({"reload_dataloaders_every_n_epochs": 0}, without={"fit again"}),
+    # Lightning refuses other values.
+    "manual": Limits({"accumulate_grad_batches": 1, "gradient_clip_val": None}),
+}
+
+
+def draw(seed: int) -> Program:
+    """Draw a program that stock can run."""
+    chance = random.Random(seed)
+
+    def some(names: Iterable[str], share: float) -> tuple[str, ...]:
+        return tuple(name for name in names if chance.random() < share)
+
+    train = chance.choice([*LOADERS])
+    model = some(MODEL, 0.2)
+    options = {name: chance.choice(values) for name, values in TRAINER.items()}
+    afterwards = some(AFTERWARDS, 0.25)
+    limits = [LIMITS[part] for part in (train, *model) if part in LIMITS]
+    for limit in limits:
+        options |= limit.options
+    excluded = {name for limit in limits for name in limit.without}
+    return Program(
+        seed,
+        train=train,
+        validation=chance.choice(VALIDATION),
+        samples=chance.choice([20, 24, 25]),
+        batch_size=chance.choice([2, 3]),
+        drops_last=chance.choice([True, False]),
+        options=tuple(options.items()),
+        metric=chance.choice([*METRICS]),
+        model=tuple(name for name in model if name not in excluded),
+        logged=some(LOGGED, 0.4),
+        callbacks=some(CALLBACKS, 0.2),
+        afterwards=tuple(name for name in afterwards if name not in excluded),
+    )
+
+
+def parts_of(program: Program) -> set[Any]:
+    """Return the parts that a program uses, apart from its numbers of samples; if it ends
+    early, only that counts.
+    """
+    if early := EARLY_ENDS.intersection(program.options):
+        return early
+    return {
+        ("train", program.train),
+        ("validation", program.validation),
+        ("metric", program.metric),
+        *program.options,
+        *program.model,
+        *program.logged,
+        *program.callbacks,
+        *program.afterwards,
+    }
+
+
+def cover() -> list[Program]:
+    """Return few programs that together use each part but the workers that start in each
+    epoch, which take seconds.
+    """
+    drawn = [program for program in map(draw, range(300)) if program.train != "worker"]
+    return sweeps.greedy_cover({program: parts_of(program) for program in drawn}, lambda _: 1)
+
+
+# Comparing.
 
 
 def differences(programs: Sequence[Program], directory: Path) -> dict[Program, str]:
@@ -502,18 +602,26 @@ def differences(programs: Sequence[Program], directory: Path) -> dict[Program, s
         sweeps.play_cases(partial(play, kind), programs, lambda _: 2, directory / kind)
         for kind in training.KINDS
     )
-    texts = {program: difference(ours[program], stock[program]) for program in programs}
-    return {program: text for program, text in texts.items() if text}
+    return {
+        program: text for program in programs if (text := difference(ours[program], stock[program]))
+    }
 
 
 def difference(ours: list[Any] | str, stock: list[Any] | str) -> str:
-    """Describe the first difference between the results of all ranks, which are texts
-    after an error; return an empty string without any.
+    """Describe the first difference between the results of all ranks, or their errors;
+    return an empty string without any.
     """
-    if isinstance(stock, str) or any(isinstance(result, str) for result in stock):
-        return f"stock cannot run it: {stock}"
+    for kind, results in (("stock", stock), ("ours", ours)):
+        if errors := errors_in(results):
+            return f"{kind} cannot run it:\n{errors}"
     pairs = zip_longest(lines_of(ours), lines_of(stock))
     return next((f"{own} instead of {others}" for own, others in pairs if own != others), "")
+
+
+def errors_in(results: list[Any] | str) -> str:
+    """Return the tracebacks among results by rank, or how the ranks ended without any."""
+    by_rank = [results] if isinstance(results, str) else results
+    return "\n".join(result for result in by_rank if isinstance(result, str))
 
 
 def lines_of(result: Any, path: str = "") -> Iterator[str]:
@@ -548,5 +656,5 @@ def test_programs_of_a_new_seed_see_what_they_see_with_stock(
 ) -> None:
     """What they see is equal to the last bit."""
     seed, count = sweeps.new_seed(capsys, 100)
-    programs = [draw(number) for number in range(seed, seed + count)]
+    programs = [*map(draw, range(seed, seed + count))]
     sweeps.expect_nothing_wrong(differences(programs, tmp_path), REPEAT)

@@ -75,7 +75,6 @@ class OwnIterator:
     def __init__(self) -> None:
         self.generator = random.Random(0)
         self.samples = list(range(SAMPLES))
-        self.rest = iter(self.samples)
 
     def __len__(self) -> int:
         return SAMPLES
@@ -131,12 +130,11 @@ def read_in_both_loops(kind: training.Kind, directory: Path, case: Case) -> tupl
     """
     rank = int(os.environ["RANK"])
     module = Evaluated(made_before(case.make(rank)))
-    trainer = training.make_trainer(
+    training.make_trainer(
         training.make_strategy(kind, directory),
         use_distributed_sampler=case.use_distributed_sampler,
         max_epochs=2,
-    )
-    trainer.fit(module, val_dataloaders=case.make(rank))
+    ).fit(module, val_dataloaders=case.make(rank))
     return module.steps, module.events
 
 
@@ -223,24 +221,17 @@ COPIED: dict[str, Callable[[], DataLoader[Any]]] = {
 }
 
 
-class Read(NamedTuple):
-    """The batches of a user's loader that a hook makes, of one that is made before the run,
-    and of a plain loader.
+def read_copied(kind: training.Kind, directory: Path) -> dict[str, dict[str, continuing.Batches]]:
+    """Return the batches of each loader: if a hook makes it, if it is made before the run, and
+    if it is a plain loader.
     """
-
-    from_hook: continuing.Batches
-    made_before: continuing.Batches
-    plain: continuing.Batches
-
-
-def read_copied(kind: training.Kind, directory: Path) -> dict[str, Read]:
     plain = continuing.read(kind, directory, continuing.shuffled(SAMPLES))
     return {
-        name: Read(
-            continuing.read(kind, directory, make),
-            continuing.read(kind, directory, made_before(make())),
-            plain,
-        )
+        name: {
+            "from hook": continuing.read(kind, directory, make),
+            "made before": continuing.read(kind, directory, made_before(make())),
+            "plain": plain,
+        }
         for name, make in COPIED.items()
     }
 
@@ -249,4 +240,4 @@ def test_a_loader_whose_class_cannot_be_created_again_keeps_its_arguments(tmp_pa
     """Each rank reads its part through the user's loader and batch sampler."""
     for of_rank in training.on_ranks("ours", read_copied, tmp_path):
         for name, read in of_rank.items():
-            assert read.from_hook == read.made_before == read.plain, name
+            assert read["from hook"] == read["made before"] == read["plain"], name
