@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from torch import nn
+
 from lightning_ddp_ext.checkpoint.load import MapLocation
 from lightning_ddp_ext.checkpoint.location import PathOrUrl
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError, RankFailedError
@@ -25,7 +27,6 @@ from ..private.replaced_methods import ReplacedMethods
 from ..strategy_ranks import ranks_of, wait_and_detect_abort
 from .background import BackgroundSaves
 from .checkpoint_io import RankZeroCheckpointIO, given
-from .kept_weights import may_be_kept
 
 
 @dataclass
@@ -273,8 +274,7 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Read a Trainer's checkpoint on all ranks. Collective."""
         module = self._strategy.lightning_module
-        # Weights that are only copied into the model need not be read into memory.
-        map_weights = not may_be_kept(module, trainer_of(module))
+        map_weights = not _may_be_kept(module, trainer_of(module))
         with self.ranks.jointly(f"reading {os.fspath(path)}") as ranks:
             content = io.read(path, ranks, map_location, weights_only, map_weights=map_weights)
         if not isinstance(content, dict) or "state_dict" not in content:
@@ -284,3 +284,51 @@ class Checkpoints:
                 f" model.load_state_dict(torch.load({str(path)!r})), and leave out ckpt_path"
             )
         return content
+
+
+# Weights that a restore only copies into the model stay mapped from the file. If a hook or
+# module may also change or keep them, they are read into memory first.
+
+
+def _may_be_kept(module: pl.LightningModule | None, trainer: Any) -> bool:
+    """Whether code other than torch's gets the file's weights before the model copies them.
+
+    Args:
+        module: the module that is restored; ``None`` if it is not known.
+        trainer: the Trainer that restores it; ``None`` without one.
+    """
+    if module is None:
+        return True
+    owners: list[tuple[Any, type]] = [(module, pl.LightningModule)]
+    if trainer is not None:
+        owners += [(callback, pl.Callback) for callback in trainer.callbacks]
+        owners.append((trainer.precision_plugin, pl.plugins.Precision))
+    return (
+        _is_overridden(module, pl.LightningModule, "load_state_dict")
+        or any(_is_overridden(owner, base, "on_load_checkpoint") for owner, base in owners)
+        or any(_may_keep(part) for part in module.modules())
+    )
+
+
+def _is_overridden(owner: Any, base: type, name: str) -> bool:
+    """Whether a class other than ``base`` or ours defines this method of ``owner``.
+
+    Lightning's own subclasses count as well, since WeightAveraging keeps the weights.
+    """
+    method = getattr(owner, name)
+    function = getattr(method, "__func__", method)  # it may be an attribute of the object
+    is_ours = str(getattr(function, "__module__", "")).startswith("lightning_ddp_ext.")
+    return function is not getattr(base, name) and not is_ours
+
+
+def _may_keep(module: nn.Module) -> bool:
+    """Whether a module does more than copy its entries from a state dict.
+
+    Without a public name for these attributes, a missing one counts as true, which is
+    only slower.
+    """
+    load_method = getattr(type(module), "_load_from_state_dict", None)
+    overrides_loading = not getattr(load_method, "__module__", "").startswith("torch.nn.")
+    has_hooks = bool(getattr(module, "_load_state_dict_pre_hooks", True))
+    has_state = type(module).set_extra_state is not nn.Module.set_extra_state
+    return overrides_loading or has_hooks or has_state
