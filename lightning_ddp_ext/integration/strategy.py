@@ -452,7 +452,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         self._stops.at_step()
         return super().predict_step(*args, **kwargs)
 
-    # Calls that every rank must make. The steps of each are:
+    # Calls that every rank must make. Their steps, of which some calls need only a few, are:
     #
     # 1. After an exception that ended the run, return, because other ranks may never make
     #    this call. `Cooperation` has the table of the calls that still wait.

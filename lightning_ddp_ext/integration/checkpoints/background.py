@@ -96,7 +96,7 @@ class BackgroundSaves:
             io.teardown()
         finally:
             # HACK: the IO would raise an error again at each later call, and has no method to
-            # clear it. Its constructor does, and sets nothing else that is still needed.
+            # clear it. Its constructor does, and makes whatever else the next save needs.
             AsyncCheckpointIO.__init__(io, io.checkpoint_io)
         for path in replaced_files:
             io.remove_checkpoint(path)

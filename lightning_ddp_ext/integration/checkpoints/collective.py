@@ -202,7 +202,8 @@ class Checkpoints:
 
     # Reading. The Trainer's own restore calls `restore`, which names the file on all ranks.
     # Within it, Lightning calls `load`, which reads this file on all ranks together. Any other
-    # `load` is a user's, which may be called on some ranks only, also in a hook of this restore.
+    # `load` is a user's, also in a hook of this restore; it may be called on some ranks only,
+    # unless saves are in the background.
 
     def restore(
         self, read: Callable[..., None], path: PathOrUrl | None = None, *args: Any, **kwargs: Any
@@ -274,8 +275,8 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Read a Trainer's checkpoint on all ranks. Collective."""
         module = self._strategy.lightning_module
-        map_weights = not _may_be_kept(module, trainer_of(module))
         with self.ranks.jointly(f"reading {os.fspath(path)}") as ranks:
+            map_weights = not _may_be_kept(module, trainer_of(module))
             content = io.read(path, ranks, map_location, weights_only, map_weights=map_weights)
         if not isinstance(content, dict) or "state_dict" not in content:
             raise CheckpointError(
