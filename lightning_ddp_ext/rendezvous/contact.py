@@ -162,11 +162,11 @@ class Contact:
         while not self._wait_while(Stage.UNANSWERED, self._start_up.attempt_seconds):
             if self._start_up.deadline.expired or self._start_up.endpoint.look_up() != address:
                 break
-        raise_if_refused(self.replies)
         if self.stage is Stage.UNANSWERED:
             # None while the connection is open. A reason that is not listed, such as an
             # orderly exit or a silent host, counts as a closed connection.
             raise OSError(_NO_REPLY.get(self.channel.ended.get(0), _NO_REPLY[CLOSED]))
+        raise_if_refused(self.replies)  # last, since a refusal may arrive at any time
 
     def await_welcome(self) -> tuple[RankInfo, ...]:
         """Wait until all ranks are connected, and return them in order.

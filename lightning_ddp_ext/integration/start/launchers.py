@@ -5,8 +5,8 @@ Trainer is a rank itself (:class:`ScriptLauncher`). With the other start methods
 waits for processes that run a function (:class:`ProcessesLauncher`).
 
 Both set a run's environment variables only while they start ranks or run, and then
-restore them. The exception is ``LOCAL_RANK`` in a script with started ranks, which tells
-a stock strategy later in the script that the ranks exist.
+restore them. In a script with started ranks, ``LOCAL_RANK`` stays, which tells a stock
+strategy later in the script that the ranks exist, and so does ``OMP_NUM_THREADS``.
 """
 
 from __future__ import annotations
