@@ -108,6 +108,7 @@ class _Inquiry:
         with self.arrived:
             if self.call not in unless_about:
                 self.question = ""
+                self.arrived.notify_all()  # the main thread may wait for an answer
 
     def pause(self, seconds: float, is_over: Callable[[], bool]) -> None:
         """Wait some seconds, or until a status must be pushed, or the pause is over."""
