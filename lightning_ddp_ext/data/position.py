@@ -194,6 +194,7 @@ class SamplerPosition(Position):
     ) -> None:
         super().__init__(loader, world_size)
         self.sampler = sampler
+        self.sampler.drawn_order = None  # an interrupted run may have left one
         self._batches = batches
         # When the epoch began. If a hook has changed it since then, the place is unknown.
         self._size_at_start = self._batch_size

@@ -30,6 +30,14 @@ class _Access:
     seed: Callable[[Any, int], object]
 
 
+def _state_of_legacy(generator: np.random.RandomState) -> Any:
+    state = generator.get_state()
+    if isinstance(state, dict):  # the user has replaced MT19937
+        return state
+    # An array is not a plain value.
+    return [each.tolist() if isinstance(each, np.ndarray) else each for each in state]
+
+
 def _set_bits(generator: np.random.Generator, state: Any) -> None:
     generator.bit_generator.state = state
 
@@ -48,10 +56,7 @@ _ACCESS: dict[type, _Access] = {
         seed=lambda generator, seed: generator.seed(seed % 2**32),
     ),
     np.random.RandomState: _Access(
-        state=lambda generator: [  # an array is not a plain value
-            each.tolist() if isinstance(each, np.ndarray) else each
-            for each in generator.get_state()
-        ],
+        state=_state_of_legacy,
         restore=lambda generator, state: generator.set_state(state),
         seed=lambda generator, seed: generator.seed(seed % 2**32),
     ),
