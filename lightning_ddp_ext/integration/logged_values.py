@@ -125,6 +125,9 @@ class LoggedValues:
 
         Collective if it logged any, and in a training step if the one before did.
         """
+        if self._step is not None:  # called by hand in a step, which also reduces its values
+            yield
+            return
         step = self._step = _Step(needs_exchange=is_training and self._logs_in_training)
         if is_training:
             report_step()

@@ -2,8 +2,9 @@
 
 1. :meth:`Evaluation.prepare` makes a loader read :class:`EvenBatches`. If the samples do
    not divide evenly, some ranks repeat a sample in the last batch.
-2. :meth:`Evaluation.step` makes these ranks **idle** in the step of that batch: the batch
-   does not count there.
+2. When an iterator from :meth:`Evaluation.start` yields a batch, the ranks for which it
+   does not count are recorded.
+3. :meth:`Evaluation.step` makes these ranks **idle** in the step of that batch.
 
 An idle rank runs the same step as the other ranks, which wait for it in collectives.
 Afterwards its logged values and metrics are restored.
@@ -11,7 +12,7 @@ Afterwards its logged values and metrics are restored.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -22,13 +23,13 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
 from lightning_ddp_ext.data.division import can_count_once
-from lightning_ddp_ext.data.inspection import index_sampler_of
+from lightning_ddp_ext.data.inspection import each_of, index_sampler_of
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.position import global_order_of
 from lightning_ddp_ext.data.proxy import iterable_of
 from lightning_ddp_ext.data.samplers import GlobalOrderSampler
 
-from ..private.compat import active_loop_of, evaluated_loader_of, mode_of, takes_iterator
+from ..private.compat import active_loop_of, mode_of, takes_iterator
 from ..private.lightning_tree import RunningStage
 from ..start.devices import RankDevicesStrategy
 from ..strategy_ranks import ranks_of
@@ -58,15 +59,15 @@ class Evaluation:
     def __init__(self, strategy: RankDevicesStrategy, *, is_exact: bool) -> None:
         self._strategy = strategy
         self.is_exact = is_exact
-        self.idle_ranks: tuple[int, ...] = ()
-        self.is_idle = False
-        # The number of steps that have begun, by the number of the loader.
-        self._steps: Counter[int] = Counter()
+        self.end()
 
     def end(self) -> None:
         """End the evaluation, after which no rank is idle."""
+        # Of each batch that was read and had no step yet, since Lightning may read ahead. A
+        # step that a user calls by hand has no batch here.
+        self._idle_ranks_of_batches: deque[tuple[int, ...]] = deque()
+        self.idle_ranks: tuple[int, ...] = ()
         self.is_idle = False
-        self._steps.clear()
 
     def prepare(self, loader: DistributedLoader, stage: RunningStage) -> None:
         """Make a loader read even batches, if all ranks can and have equally many samples.
@@ -101,27 +102,29 @@ class Evaluation:
             has_own_steps=lambda: mode_of(loop) == "sequential",
         )
 
+    def start(self, loader: DistributedLoader) -> Iterator[Any]:
+        """Start an iterator now, while the caller has set the seed of its workers."""
+        even = iterable_of(index_sampler_of(loader.loader))
+        return self._record(iter(loader.loader), even if isinstance(even, EvenBatches) else None)
+
+    def _record(self, batches: Iterator[Any], even: EvenBatches | None) -> Iterator[Any]:
+        """Yield batches, and record for each which ranks are idle in its step."""
+        for number, batch in enumerate(each_of(batches)):
+            self._idle_ranks_of_batches.append(() if even is None else even.ranks_without(number))
+            yield batch
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run a step in the block; on an idle rank, restore logged values and metrics after it."""
         trainer = self._strategy.current_trainer
-        self.idle_ranks = self._count_step(*evaluated_loader_of(trainer))
+        batches = self._idle_ranks_of_batches
+        self.idle_ranks = batches.popleft() if batches else ()
         self.is_idle = self._strategy.global_rank in self.idle_ranks
         try:
             with restoring_metrics(trainer) if self.is_idle else nullcontext():
                 yield
         finally:
             self.idle_ranks = ()
-
-    def _count_step(self, number: int, loader: Any) -> tuple[int, ...]:
-        """Count a step with a batch of the loader of this number, and return its idle ranks.
-
-        Lightning may read batches ahead, but runs their steps in the same order.
-        """
-        self._steps[number] += 1
-        even = iterable_of(index_sampler_of(loader))
-        is_last = isinstance(even, EvenBatches) and self._steps[number] == len(even)
-        return even.repeating_ranks() if is_last else ()
 
 
 class EvenBatches:
@@ -167,6 +170,10 @@ class EvenBatches:
         if left_over == 0 or not self._has_own_steps():
             return ()
         return tuple(range(left_over, world_size))
+
+    def ranks_without(self, number: int) -> tuple[int, ...]:
+        """Return the ranks for which the batch of this number, from 0, does not count."""
+        return self.repeating_ranks() if number == len(self) - 1 else ()
 
     def __iter__(self) -> Iterator[Any]:
         if not self.repeating_ranks():

@@ -202,7 +202,7 @@ class TrainerLoaders:
         if loader.position is not None:  # the data are for training
             return self._start_training(loader, loader.position, iterator)
         with self._workers_of(loader):
-            return Started(iter(loader.loader))
+            return Started(self.evaluation.start(loader))
 
     def _workers_of(self, loader: DistributedLoader) -> AbstractContextManager[None]:
         """Give the epoch and seeds to the workers of an iterator created in the block."""

@@ -104,12 +104,6 @@ def active_loop_of(trainer: Any) -> Any:
     return private(trainer, "_active_loop")
 
 
-def evaluated_loader_of(trainer: Any) -> tuple[int, Any]:
-    """Return number and loader of the current step's batch, if a step has a single one."""
-    number = private(trainer, "_results", "dataloader_idx") or 0  # `None` with a single loader
-    return number, combined_loader_of(active_loop_of(trainer)).flattened[number]
-
-
 def end_restart(fit_loop: Any) -> None:
     """Make a fit loop continue as if it had not been restarted.
 
