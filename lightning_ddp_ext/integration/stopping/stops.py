@@ -210,7 +210,8 @@ class StopController:
         if path is None:
             return "nothing is saved (stop_checkpoint=None)"
         self._background.finish_earlier()
-        self._trainer.save_checkpoint(path)
+        # The default is given, since Lightning would announce on each rank that it is used.
+        self._trainer.save_checkpoint(path, weights_only=False)
         self.has_saved = True
         return (
             f"saved to {path}; resume with the same command and trainer.fit(...,"
