@@ -197,10 +197,13 @@ class StopController:
         if agreed is None:
             return
         self.stopped = point  # before the save, since the checkpoint records it
+        # Asked before the save, after which the other ranks exit and a launcher may kill this one.
+        requeues = self._needs_requeue(agreed.signum)
         saved = self._save() if self.weights.has_trained else "nothing to save yet"
         self._background.finish()  # no save may continue in the background at the exit
         rank_zero_info(f"{agreed}: all ranks stop {self._describe_point()}; {saved}")
-        self._requeue_if_needed(agreed.signum)  # last, because SLURM may end this process
+        if requeues:
+            self._requeue()  # last, because SLURM may end this process
         treat_next_exception_as_stop(self._trainer)
         raise StoppedException(agreed.signum)
 
@@ -225,11 +228,12 @@ class StopController:
             return "before the first step"
         return f"after step {self._trainer.global_step}"
 
-    def _requeue_if_needed(self, signum: int) -> None:
-        """Requeue the SLURM job on rank 0, if its end after this signal is not final."""
-        if self._trainer.is_global_zero and needs_requeue(
-            self._strategy.cluster_environment, signum
-        ):
-            for logger in self._trainer.loggers:
-                logger.finalize("finished")
-            rank_zero_info(requeue())
+    def _needs_requeue(self, signum: int) -> bool:
+        """Whether rank 0 has to requeue the SLURM job, because its end is not final."""
+        environment = self._strategy.cluster_environment
+        return self._trainer.is_global_zero and needs_requeue(environment, signum)
+
+    def _requeue(self) -> None:
+        for logger in self._trainer.loggers:
+            logger.finalize("finished")
+        rank_zero_info(requeue())
