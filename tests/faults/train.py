@@ -67,8 +67,7 @@ class Counting(L.LightningModule):
         if self.fails:
             raise OSError(errno.ENOSPC, "No space left on device")
         # Each rank counts its own samples, and a part of the step that all ranks make.
-        loss: Tensor = -self.seen[batch].sum() - self.steps.sum() / self.world_size
-        return loss
+        return -self.seen[batch].sum() - self.steps.sum() / self.world_size
 
     def validation_step(self, batch: Tensor, index: int) -> None:
         self.log("seen", self.seen[batch].sum(), sync_dist=True)

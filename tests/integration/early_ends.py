@@ -221,8 +221,7 @@ def lost_steps(directory: Path, outcomes: list[Outcome], kill: Kill) -> int:
     not in the newest checkpoint.
     """
     killed = () if kill.by in BY_EXCEPTION else kill.ranks
-    survivors = [outcome.rank for outcome in outcomes if outcome.rank not in killed]
-    paths = [directory / f"{rank}.steps" for rank in survivors]
+    paths = [directory / f"{each.rank}.steps" for each in outcomes if each.rank not in killed]
     finished = max((int(path.read_text()) for path in paths if path.exists()), default=0)
     return finished - saved_step(directory)
 
@@ -238,8 +237,11 @@ def saved_step(directory: Path) -> int:
     if newest is None:
         return 0
     checkpoint = torch.load(newest, weights_only=True, map_location="cpu")
-    states = checkpoint["callbacks"]
-    [state] = [states[name] for name in states if name.startswith("ModelCheckpoint")]
+    [state] = [
+        state
+        for name, state in checkpoint["callbacks"].items()
+        if name.startswith("ModelCheckpoint")
+    ]
     named = [*state["best_k_models"], state["best_model_path"]]
     assert all(Path(path).exists() for path in named if path)
     return int(checkpoint["global_step"])

@@ -195,15 +195,16 @@ def test_an_exception_leaves_its_checkpoint(
 def errors_over_nccl(kind: training.Kind, directory: Path) -> dict[str, str]:
     """Fail on rank 1 in a step, and save after ``fit``; return the errors of both calls."""
     earlier = directory / "rest.ckpt"
-    callbacks = [
-        training.At("on_train_start", lambda _: earlier.write_text("earlier")),
-        FAIL_ON_RANK_1,
-        OnExceptionCheckpoint(directory, "rest"),
-    ]
-    strategy = training.make_strategy(
-        "ours", directory, process_group_backend=training.backend("nccl_stand_in")
+    backend = training.backend("nccl_stand_in")
+    trainer = training.make_trainer(
+        training.make_strategy("ours", directory, process_group_backend=backend),
+        callbacks=[
+            training.At("on_train_start", lambda _: earlier.write_text("earlier")),
+            FAIL_ON_RANK_1,
+            OnExceptionCheckpoint(directory, "rest"),
+        ],
+        enable_checkpointing=True,
     )
-    trainer = training.make_trainer(strategy, callbacks=callbacks, enable_checkpointing=True)
     error = training.raised((ValueError, DDPExtError), trainer.fit, training.Net())
     error_of_save = training.raised(CheckpointSaveError, trainer.save_checkpoint, earlier)
     return {"fit": f"{type(error).__name__}: {error}", "save": str(error_of_save)}
@@ -246,13 +247,13 @@ def kill_rank_1_during_save(
     rank 0.
     """
     save = partial(L.Trainer.save_checkpoint, filepath=directory / "it.ckpt")
-    callbacks = [
+    with training.start_fit(
+        2,
+        directory,
+        training.Net(),
         LambdaCallback(on_save_checkpoint=add_waits),
         training.At("on_train_epoch_end", save),
-    ]
-    strategy = {"save_deadline": save_deadline, "stop_checkpoint": None}
-    with training.start_fit(
-        2, directory, training.Net(), *callbacks, strategy=strategy
+        strategy={"save_deadline": save_deadline, "stop_checkpoint": None},
     ) as processes:
         processes.wait_for("saving", rank=0)
         processes.kill(1)
@@ -275,9 +276,8 @@ class Holds(RankZeroCheckpointIO):
 
 
 def save_after_fit(rank: int, world_size: int, directory: Path) -> None:
-    strategy = training.make_strategy("ours", directory, checkpoint_io=Holds())
-    trainer = training.make_trainer(strategy, max_steps=1)
-    trainer.fit(training.Net())
+    strategy = {"checkpoint_io": Holds()}
+    trainer = training.fit("ours", directory, training.Net(), strategy=strategy, max_steps=1)
     trainer.save_checkpoint(directory / "it.ckpt")
 
 

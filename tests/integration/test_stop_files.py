@@ -21,12 +21,10 @@ from tests.integration import continuing
 
 FROM_START = "from the start"
 RESUMED = "resumed"
-
-
+STEPS = 6  # of two epochs on two ranks
 # The folder of a command's first fit: the script's name, a digest of the command, and the
 # number of the fit.
 FOLDER = "*-????????-1"
-STEPS = 6  # of two epochs on two ranks
 
 
 class Command(NamedTuple):
@@ -107,13 +105,10 @@ def run_twice(rank: int, world_size: int, directory: Path, name: str) -> dict[st
     command = commands_in(root)[name]
     stopped = run_command(command, root, continuing.signal_rank_one())
     saved = list(root.glob(command.file))
-    dist.barrier()
-    return {
-        "stopped": stopped,
-        "saved": saved,
-        "resumed": run_command(command, root),
-        "left": [*root.rglob(Path(command.file).name), *root.rglob(FOLDER)],
-    }
+    dist.barrier()  # the next run removes the file
+    resumed = run_command(command, root)
+    left = [*root.rglob(Path(command.file).name), *root.rglob(FOLDER)]
+    return {"stopped": stopped, "saved": saved, "resumed": resumed, "left": left}
 
 
 @pytest.mark.parametrize(
@@ -128,12 +123,10 @@ def test_the_same_command_continues_wherever_it_saves(name: str, tmp_path: Path)
     nor its folder.
     """
     for runs in ranks.run_ranks(run_twice, 2, tmp_path, name):
-        stopped: continuing.Run = runs["stopped"]
-        resumed: continuing.Run = runs["resumed"]
-        assert stopped.status == training.STOPPED
+        assert runs["stopped"].status == training.STOPPED
         assert len(runs["saved"]) == 1
-        assert (resumed.status, begin_of(resumed)) == (None, RESUMED)
-        assert len(stopped.steps + resumed.steps) == STEPS
+        assert (runs["resumed"].status, begin_of(runs["resumed"])) == (None, RESUMED)
+        assert len(runs["stopped"].steps + runs["resumed"].steps) == STEPS
         assert runs["left"] == []
 
 
@@ -175,8 +168,7 @@ def test_another_command_leaves_a_stop_checkpoint(tmp_path: Path) -> None:
 def test_a_trial_run_keeps_the_stop_checkpoint(tmp_path: Path) -> None:
     """A trial run finishes without a step, so the next run still needs the file."""
     launch_alone(tmp_path, is_stopped=True)
-    trials: list[dict[str, Any]] = [{"fast_dev_run": True}, {"limit_train_batches": 0}]
-    for trial in trials:
+    for trial in ({"fast_dev_run": True}, {"limit_train_batches": 0}):
         assert launch_alone(tmp_path, is_stopped=False, **trial).result == "without a step"
     assert launch_alone(tmp_path, is_stopped=False).result == RESUMED
 

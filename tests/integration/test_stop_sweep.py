@@ -55,11 +55,6 @@ class Case(NamedTuple):
         hook, earlier, callback, signal, rank, ranks = text.split()
         return Case(hook, int(earlier), callback, signal, int(rank), int(ranks))
 
-    @property
-    def status(self) -> int:
-        """The exit status of a stopped run."""
-        return 128 + signal.Signals[self.signal]
-
 
 DAILY = [
     Case("module.setup", 0, "none", "SIGTERM", rank=0, ranks=1),
@@ -254,14 +249,10 @@ class Sender:
         self.case = case
         self.calls = 0
 
-    @property
-    def has_sent(self) -> bool:
-        return self.calls > self.case.earlier
-
     def watch(self, owner: Any) -> Any:
         """Return the owner of the hook, with a method in the hook's place that can send.
 
-        A callback of Lightning's could not do this, as most hooks are the module's only.
+        A callback cannot do this in general, because most hooks are the module's.
         """
         name = self.case.hook.partition(".")[2]
         hook = getattr(owner, name)
@@ -326,7 +317,7 @@ def play(case: Case, rank: int, ranks: int, directory: Path) -> Played:
     else:
         signalled = train_in_directory(sender.watch(L.Callback()))
     resumed = None if signalled.run.status is None else train_in_directory()
-    return Played(whole, signalled.run, sender.has_sent, resumed)
+    return Played(whole, signalled.run, sender.calls > case.earlier, resumed)
 
 
 # Judging what the ranks have played.
@@ -337,26 +328,26 @@ def expect_continued(cases: Sequence[Case], directory: Path) -> None:
     wrong: dict[Case, str] = {}
     for case, results in sweeps.play_cases(play, cases, lambda case: case.ranks, directory).items():
         if isinstance(results, str):  # the ranks died
-            wrong[case] = results
-            continue
-        faults = [
-            f"on rank {rank} it {fault}"
-            for rank, played in enumerate(results)
-            for fault in faults_of(case, played)
-        ]
+            faults = [results]
+        else:
+            faults = [
+                f"on rank {rank} it {fault}"
+                for rank, played in enumerate(results)
+                for fault in faults_of(case, played)
+                if fault  # a ``difference`` may be empty
+            ]
         if faults:
             wrong[case] = "\n    ".join(faults)
     sweeps.expect_nothing_wrong(wrong, REPEAT)
 
 
-def faults_of(case: Case, played: Played) -> list[str]:
+def faults_of(case: Case, played: Played) -> Iterator[str]:
     """Describe how a rank's runs differ from its run without a signal."""
-    faults = (
-        faults_without_stop(case, played)
-        if played.resumed is None
-        else (*faults_of_stop(case, played), *faults_after_stop(played, played.resumed))
-    )
-    return [fault for fault in faults if fault]
+    if played.resumed is None:
+        yield from faults_without_stop(case, played)
+    else:
+        yield from faults_of_stop(case, played)
+        yield from faults_after_stop(played, played.resumed)
 
 
 def faults_without_stop(case: Case, played: Played) -> Iterator[str]:
@@ -375,8 +366,9 @@ def faults_of_stop(case: Case, played: Played) -> Iterator[str]:
     """Describe a wrong exit status, and steps before the stop that differ."""
     steps = played.signalled.steps
     whole_steps = played.whole.run.steps
-    if played.signalled.status != case.status:
-        yield f"ends with {played.signalled.status} instead of {case.status}"
+    status = 128 + signal.Signals[case.signal]
+    if played.signalled.status != status:
+        yield f"ends with {played.signalled.status} instead of {status}"
     if steps != whole_steps[: len(steps)]:
         yield f"trains {steps} before the stop, and {whole_steps} without one"
 
