@@ -150,8 +150,16 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
     L.seed_everything(8 + rank if files_in(directory) else 7, verbose=False)
     net = plan.model()
     strategy = {"timeout": 60, **plan.strategy}
-    starts_ranks = "start_method" in strategy  # and is not a rank itself
     training.backend(strategy.get("process_group_backend", "gloo"))
+    starts_ranks = "start_method" in strategy  # and is not a rank itself
+    options = {
+        "devices": 2 if starts_ranks else world_size,
+        "max_epochs": EPOCHS,
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": True,
+        "default_root_dir": directory,
+        **plan.trainer,
+    }
     kills: list[L.Callback] = []
     if plan.kill is not None and plan.kill.moment == WRITING:
         strategy["checkpoint_io"] = plan.kill.io()
@@ -167,14 +175,7 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
         ModelCheckpoint(directory, "{epoch}-{step}", monitor="val_loss", save_top_k=1),
         strategy=strategy,
         ckpt_path=plan.ckpt_path,
-        **{
-            "devices": 2 if starts_ranks else world_size,
-            "max_epochs": EPOCHS,
-            "num_sanity_val_steps": 0,
-            "enable_checkpointing": True,
-            "default_root_dir": directory,
-            **plan.trainer,
-        },
+        **options,
     )
     if starts_ranks:
         return training.weights(net)

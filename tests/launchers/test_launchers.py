@@ -188,11 +188,8 @@ class Runs:
 def results_of_stock(world_size: int) -> tuple[str, list[Any]]:
     """Return the fingerprint of the weights and the test results with stock ``ddp``."""
     with tempfile.TemporaryDirectory() as directory:
-        on_rank_zero: tuple[str, list[Any]]
-        on_rank_zero, *_ = on_ranks(
-            "stock", call_stock_trainer, Path(directory), world_size=world_size
-        )
-        return on_rank_zero
+        by_rank = on_ranks("stock", call_stock_trainer, Path(directory), world_size=world_size)
+        return by_rank[0]
 
 
 def call_stock_trainer(kind: Kind, directory: Path) -> tuple[str, list[Any]]:
