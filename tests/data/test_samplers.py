@@ -45,6 +45,9 @@ def in_global_order(parts: list[list[Any]]) -> list[Any]:
     return [part[number] for number in range(longest) for part in parts if number < len(part)]
 
 
+# The samplers.
+
+
 class Drawing(Sampler[int]):
     """Yields its epoch, and then sums of numbers from each kind of generator that a user's
     sampler may own, and from each global one. All of them have to be seeded.
@@ -86,28 +89,33 @@ class Drawing(Sampler[int]):
             yield self.draw()
 
 
-KINDS = ("scalable", "in order", "shared", "batches")
+# Samplers of a number of items, by kind; the generators of the ranks' ``Drawing`` differ.
+SAMPLERS: dict[str, Callable[..., Any]] = {
+    "shuffled": lambda length, **options: ScalableDistributedSampler(range(length), **options),
+    "in order": lambda length, **options: ScalableDistributedSampler(
+        range(length), shuffle=False, **options
+    ),
+    "wrapped items": lambda length, rank, **options: DistributedBatchSamplerWrapper(
+        Drawing(length, seed=rank), rank=rank, **options
+    ),
+    "wrapped batches": lambda length, rank, **options: DistributedBatchSamplerWrapper(
+        BatchSampler(Drawing(length, seed=rank), 3, False), rank=rank, **options
+    ),
+}
 
 
 def sampler_of(kind: str, length: int, **options: Any) -> Make:
-    """Return a function that makes a sampler of ``length`` items of a kind in ``KINDS``."""
+    """Return a function that makes one of ``SAMPLERS``, of ``length`` items."""
+    make = SAMPLERS[kind]
+    return lambda world_size, rank: make(length, num_replicas=world_size, rank=rank, **options)
 
-    def make(world_size: int, rank: int) -> Any:
-        drawing = Drawing(length, seed=rank)  # the ranks' generators differ
-        samplers = {
-            "scalable": partial(ScalableDistributedSampler, range(length)),
-            "in order": partial(ScalableDistributedSampler, range(length), shuffle=False),
-            "shared": partial(DistributedBatchSamplerWrapper, drawing),
-            "batches": partial(DistributedBatchSamplerWrapper, BatchSampler(drawing, 3, False)),
-        }
-        return samplers[kind](num_replicas=world_size, rank=rank, **options)
 
-    return make
+# One order for any number of ranks.
 
 
 @on_fifty_cases
 @given(
-    kind=st.sampled_from(KINDS),
+    kind=st.sampled_from([*SAMPLERS]),
     length=st.integers(0, 60),
     ranks=st.integers(1, 9),
     epoch=st.integers(0, 3),
@@ -162,7 +170,7 @@ def read_in_turns(make: Make, turns: list[Turn], epoch: int) -> list[Any]:
 
 @on_fifty_cases
 @given(
-    kind=st.sampled_from(KINDS),
+    kind=st.sampled_from([*SAMPLERS]),
     length=st.integers(1, 50),
     stopped=st.lists(st.builds(Turn, st.integers(1, 7), st.integers(0, 8)), max_size=4),
     last=st.builds(Turn, st.integers(1, 7), st.none()),
@@ -191,6 +199,9 @@ def test_other_numbers_of_ranks_read_the_rest(
     assert repeated_or_left_out < (1 if uneven == "exact" else most_ranks)
 
 
+# Orders and positions.
+
+
 @pytest.mark.parametrize(
     ("length", "digest"),
     [(1000, "0df14c22ea6ace32"), (70_001, "0dbb2761ad438328"), (2**62, "58228eda3b538ecb")],
@@ -203,7 +214,7 @@ def test_an_order_stays_what_it_was(length: int, digest: str) -> None:
     assert hashlib.sha256(repr(indices).encode()).hexdigest()[:16] == digest
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "in order"])
+@pytest.mark.parametrize("kind", [kind for kind in SAMPLERS if kind != "in order"])
 def test_another_seed_or_epoch_makes_another_order(kind: str) -> None:
     """No two seeds or epochs give a sampler that shuffles or draws the same order."""
     seeds_and_epochs = ((1, 0), (2, 0), (1, 1), (1, 2))
@@ -233,8 +244,8 @@ def test_huge_orders_need_no_memory() -> None:
 
 def test_a_position_belongs_to_its_epoch() -> None:
     """Setting the same epoch keeps the position; any other one starts at its beginning."""
-    sampler = sampler_of("scalable", 100)(1, 0)
-    [whole] = items_by_rank(sampler_of("scalable", 100), 1, 5)
+    sampler = sampler_of("shuffled", 100)(1, 0)
+    [whole] = items_by_rank(sampler_of("shuffled", 100), 1, 5)
     sampler.resume_at(5, 40)
     sampler.set_epoch(5)
     assert (sampler.position, len(sampler)) == (40, 100)
@@ -243,6 +254,9 @@ def test_a_position_belongs_to_its_epoch() -> None:
     assert sampler.position == 0
     sampler.set_epoch(5)
     assert list(sampler) == whole
+
+
+# What users give to samplers.
 
 
 def one_sample(*arguments: Any, **options: Any) -> ScalableDistributedSampler:

@@ -1,6 +1,10 @@
 """A run that a signal stops in any hook continues as if there had been no signal, also
 beside each of Lightning's callbacks that can continue exactly.
 
+1. Draw: a case is a hook and one of its calls, in which one rank gets a signal.
+2. Play: each rank trains without the signal, with it, and from the stop on.
+3. Judge: the run from the stop on must go on as the one without the signal.
+
 ``make test`` plays a few cases, ``make nightly`` those of a new seed (``SWEEP_SEED``,
 ``SWEEP_COUNT``).
 """

@@ -121,7 +121,9 @@ class Unfrozen(training.Net):
 
 class Adversarial(Unfrozen):
     """Trains two networks in turn, its first two layers and the others, each while the other
-    network is frozen. Before each batch, the second network is frozen.
+    network is frozen.
+
+    When a batch starts, the second network is frozen; the step itself unfreezes it.
     """
 
     automatic_optimization = False
