@@ -1,6 +1,6 @@
 """Checkpoint callbacks act on all ranks together, in the foreground and background.
 
-``test_failed_saves`` shows errors of saves and interrupted ones.
+``test_failed_saves`` shows saves that fail or are interrupted.
 """
 
 from pathlib import Path
