@@ -80,7 +80,7 @@ gpu: venv ## Tests that need CUDA (10 minutes), and the benchmarks of a GPU
 	    $(BIN)/python benchmarks/batchnorm.py layers collectives; fi
 
 soak: venv ## 300 faults in real runs, one after another, and as many killed saves and ranks (an hour); SEED= of the first one, COUNT=
-	SOAK_SEED=$(SEED) SOAK_COUNT=$(COUNT) $(BIN)/python -m pytest tests/faults tests/integration/test_saving.py tests/integration/test_kill_chains.py -k 'survived or killed_save' --verbose
+	SOAK_SEED=$(SEED) SOAK_COUNT=$(COUNT) $(BIN)/python -m pytest tests/faults tests/integration/test_failed_saves.py tests/integration/test_kill_chains.py -k 'survived or killed_save' --verbose
 
 coverage: venv ## All tests, with line coverage
 	$(BIN)/python -m pytest --cov -m "not gpu and not field and not programs" $(PARALLEL)

@@ -9,14 +9,17 @@ nothing is lost.
 ``make soak`` tries any number of seeds.
 """
 
+import contextlib
+import json
 import os
 import random
 import re
 import signal
 import time
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +28,7 @@ import torch
 import torch.distributed.run
 
 from tests.faults import train
-from tests.faults.train import LIMITS, STEPS, Process, Run
+from tests.faults.train import LIMITS, STEPS
 from tests.harness.environment import Network
 from tests.harness.ranks import Outcome, RankProcesses, free_port, run_ranks
 from tests.harness.scripts import be_the_script
@@ -36,7 +39,10 @@ from tests.harness.training import STOPPED
 SEEDS = (2, 18, 24, 37)
 FIRST = int(os.environ.get("SOAK_SEED", 0))
 COUNT = int(os.environ.get("SOAK_COUNT", 0))
-TIME_LIMIT = 400.0  # seconds, of all processes of a run
+# Seconds:
+TIME_LIMIT = 400.0  # of all processes of a run
+SECONDS_TO_TRAIN = 240.0  # until all ranks report that they train
+SECONDS_TO_DUMP = 60.0  # until a late rank has written its stacks
 
 FaultKind = Literal["kill", "raise", "cut", "stop", "term"]
 # How ranks are started: by hand, by a script that is rank 0 (popen), or by a process
@@ -111,7 +117,7 @@ class Case:
         start: how the ranks start.
         init_method: of ranks that start by hand.
         world_size: their number.
-        is_background: whether saves are in the background, beside a loader worker.
+        has_helpers: whether a thread saves in the background, and a worker loads.
         faults: the faults, in order.
     """
 
@@ -119,12 +125,12 @@ class Case:
     start: Start
     init_method: Literal["tcp", "file"]
     world_size: int
-    is_background: bool
+    has_helpers: bool
     faults: tuple[Fault, ...]
 
     def __str__(self) -> str:
         faults = ", then ".join(map(str, self.faults))
-        during = "background saves" if self.is_background else "saves"
+        during = "background saves" if self.has_helpers else "saves"
         return f"seed {self.seed}: {faults}, of {self.world_size} {self.start}, {during}"
 
     @property
@@ -149,7 +155,7 @@ def draw(seed: int) -> Case:
         start=start,
         init_method="tcp" if seed % 2 else "file",
         world_size=world_size,
-        is_background=chance.choice((False, True)),
+        has_helpers=chance.choice((False, True)),
         faults=faults,
     )
 
@@ -180,7 +186,13 @@ def start(case: Case, directory: Path, hosts: Network | None) -> RankProcesses:
     script = train.__file__
     # torchrun sets the ranks' variables, which hold for each start method.
     start_method = "popen" if case.start == "torchrun" else case.start
-    arguments = [str(directory), str(case.world_size), start_method, str(case.is_background)]
+    options = {
+        "directory": str(directory),
+        "world_size": case.world_size,
+        "start_method": start_method,
+        "has_helpers": case.has_helpers,
+    }
+    arguments = [json.dumps(options)]
     if case.start == "torchrun":
         arguments = [
             "--standalone",
@@ -207,18 +219,96 @@ def start_by_hand(case: Case, directory: Path, hosts: Network | None) -> RankPro
         case.world_size,
         directory,
         urls[case.init_method],
-        case.is_background,
+        case.has_helpers,
         namespaces=places,
         time_limit=TIME_LIMIT,
     )
 
 
-def train_by_hand(
-    rank: int, world_size: int, directory: Path, url: str, is_background: bool
-) -> None:
+def train_by_hand(rank: int, world_size: int, directory: Path, url: str, has_helpers: bool) -> None:
     """Train on one of the ranks that a user starts by hand."""
     train.write_to_output(directory)
-    train.train(directory, world_size, is_background, init_method=url)
+    train.train(directory, world_size, has_helpers, init_method=url)
+
+
+# Play the case: watch the processes of the run.
+
+
+class Process:
+    """A process, which may exit at any time; for ``connection.wait``, it is ready once it
+    has exited.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._descriptor = os.pidfd_open(pid)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def signal(self, signum: int) -> None:
+        """Send a signal, unless the process has exited."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signum)
+
+    def close(self) -> None:
+        """Kill the process if it still runs."""
+        self.signal(signal.SIGKILL)
+        os.close(self._descriptor)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run in which all ranks train.
+
+    Attributes:
+        launcher: the process that starts the ranks; by hand, the first rank.
+        ranks: the process of each rank, which may be the launcher.
+    """
+
+    launcher: Process
+    ranks: dict[int, Process]
+
+
+@contextlib.contextmanager
+def all_train(processes: RankProcesses, directory: Path, world_size: int) -> Iterator[Run]:
+    """Wait until all ranks train; after the block, kill what still runs."""
+    with contextlib.ExitStack() as stack:
+
+        def watch(pid: int) -> Process:
+            return stack.enter_context(contextlib.closing(Process(pid)))
+
+        started = [watch(pid) for pid in processes.pids.values()]
+        deadline = time.monotonic() + SECONDS_TO_TRAIN
+        pids: dict[int, int] = {}
+        while len(pids) < world_size:
+            exited = connection.wait(started, 0.02)
+            output = train.output_in(directory)
+            assert not exited, f"a rank exited before all trained:\n{output}"
+            assert time.monotonic() < deadline, f"not all ranks train:\n{output}"
+            pids = train.ranks_in(output)
+        yield Run(started[0], {rank: watch(pid) for rank, pid in pids.items()})
+
+
+def wait_for_exits(processes: Collection[Process], seconds: float) -> list[str]:
+    """Wait until processes exit; end those that are late with their stacks, and return a
+    line for each of them.
+    """
+    late = still_running(processes, seconds)
+    for process in late:
+        process.signal(signal.SIGABRT)  # writes the stacks
+        process.signal(signal.SIGCONT)
+    still_running(late, SECONDS_TO_DUMP)
+    return [f"rank process {each.pid} still runs {seconds} s after the fault" for each in late]
+
+
+def still_running(processes: Collection[Process], seconds: float) -> set[Process]:
+    """Wait until processes exit; return those that still run after some seconds."""
+    deadline = time.monotonic() + seconds
+    running = set(processes)
+    while running and time.monotonic() < deadline:
+        running.difference_update(connection.wait(running, deadline - time.monotonic()))
+    return running
 
 
 # Play the case: strike, and wait.
@@ -246,12 +336,12 @@ def strike_and_wait(case: Case, directory: Path, hosts: Network | None) -> Endin
     stopped: set[Process] = set()  # these cannot exit
     with (
         start(case, directory, hosts) as processes,
-        train.all_train(processes, directory, case.world_size) as run,
+        all_train(processes, directory, case.world_size) as run,
     ):
         for fault in case.faults:
             time.sleep(fault.after)  # not an event of the ranks: a fault strikes at any time
             stopped |= strike(fault, run, hosts)
-        late = train.wait_for_exits(set(run.ranks.values()) - stopped, case.bound)
+        late = wait_for_exits(set(run.ranks.values()) - stopped, case.bound)
         for process in stopped:
             process.signal(signal.SIGKILL)
         outcomes = [] if late else processes.wait()
@@ -341,13 +431,13 @@ def step_of(path: Path) -> int | None:
 
 
 def run_again(
-    rank: int, world_size: int, directory: Path, is_background: bool, max_epochs: int
+    rank: int, world_size: int, directory: Path, has_helpers: bool, max_epochs: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Continue on one of the ranks until ``max_epochs``; return how often each sample was
     read, and the steps.
     """
     url = f"file://{directory}/again"
-    model = train.train(directory, world_size, is_background, max_epochs, init_method=url)
+    model = train.train(directory, world_size, has_helpers, max_epochs, init_method=url)
     return model.seen.detach(), model.steps.detach()[::500].clone()
 
 
@@ -375,6 +465,6 @@ def test_a_fault_is_survived(case: Case, tmp_path: Path, request: pytest.Fixture
 
     newest = newest_step(map(step_of, tmp_path.rglob("*.ckpt")))
     epochs = newest // STEPS + 2
-    for seen, steps in run_ranks(run_again, case.world_size, tmp_path, case.is_background, epochs):
+    for seen, steps in run_ranks(run_again, case.world_size, tmp_path, case.has_helpers, epochs):
         torch.testing.assert_close(seen, torch.full_like(seen, epochs), rtol=0, atol=0.01)
         torch.testing.assert_close(steps, torch.full_like(steps, epochs * STEPS), rtol=0, atol=0.01)

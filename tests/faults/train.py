@@ -1,22 +1,15 @@
-"""The run that faults strike: the script that trains, what it writes, and its processes.
+"""The run that faults strike: the script that trains, and what it writes.
 
-1. The script is ``train.py DIRECTORY WORLD_SIZE START_METHOD IS_BACKGROUND``. The weights
-   count the steps, and how often each sample was read.
-2. In the directory, each rank writes its process id to the file ``output`` once it trains,
-   and rank 0 the steps that it saved.
-3. With the ids, a test signals the processes, and waits for their ends.
+Its only argument has the options of ``main`` as JSON. In the directory, each rank writes its
+process id to the file ``output`` once it trains, and rank 0 the steps that it saved.
 """
 
-import contextlib
 import errno
+import json
 import os
 import re
 import signal
 import sys
-import time
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -26,48 +19,62 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
-from tests.harness.ranks import RankProcesses
 from tests.harness.scripts import print_line
 from tests.harness.training import make_trainer
 
 STEPS = 16  # of an epoch
 BATCH = 2
+SAVED_EVERY = 3  # steps
+REPORTED_AFTER = 5  # steps; a rank that reports has then begun to save
 # Seconds; short, so that faults that only a limit ends do not take long.
 LIMITS: dict[str, Any] = {"timeout": 6.0, "heartbeat_timeout": 3.0, "save_deadline": 8.0}
 FAIL = signal.SIGUSR2  # has the training step raise
-SECONDS_TO_TRAIN = 240.0  # until all ranks report that they train
-SECONDS_TO_DUMP = 60.0  # until a late rank has written its stacks
 
 
 class Counting(L.LightningModule):
-    """A model that counts, with 2 MB of gradients, validations and, on request, a
-    loader worker.
+    """Has weights that count, so that a checkpoint shows each step that was lost, repeated or
+    saved in part, and each sample that was.
+
+    The gradient of a count is -1 where something is counted; a step of SGD subtracts it.
+
+    Args:
+        world_size: the number of ranks.
+        has_worker: whether a worker process loads the samples.
+
+    Attributes:
+        seen: how often each sample was read, by any rank.
+        steps: the number of steps, as often as makes 2 MB of gradients.
+        fails: whether the next step raises; set by the signal.
     """
 
     def __init__(self, world_size: int, has_worker: bool) -> None:
         super().__init__()
         self.world_size = world_size
         self.has_worker = has_worker
-        self.fails = False  # set by the signal
+        self.fails = False
         self.seen = nn.Parameter(torch.zeros(STEPS * BATCH * world_size))
         self.steps = nn.Parameter(torch.zeros(500_000))
 
     def on_train_start(self) -> None:
-        signal.signal(FAIL, lambda *_: setattr(self, "fails", True))
+        signal.signal(FAIL, self.fail_in_next_step)
+
+    def fail_in_next_step(self, *_: object) -> None:
+        self.fails = True
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
-        if self.global_step == 5:
+        if self.global_step == REPORTED_AFTER:
             print_line(f"rank {self.global_rank} trains as process {os.getpid()}")
         if self.fails:
             raise OSError(errno.ENOSPC, "No space left on device")
-        loss: Tensor = -self.seen[batch].sum() - self.steps.sum() / self.world_size
-        return loss
+        # Each rank counts its own samples, and a part of the step that all ranks make.
+        return -self.seen[batch].sum() - self.steps.sum() / self.world_size
 
     def validation_step(self, batch: Tensor, index: int) -> None:
         self.log("seen", self.seen[batch].sum(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.world_size)  # DDP divides gradients by it
+        # DDP divides the sum of the gradients by the number of ranks.
+        return torch.optim.SGD(self.parameters(), lr=self.world_size)
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(
@@ -80,7 +87,7 @@ class Counting(L.LightningModule):
         )
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(range(7), batch_size=BATCH)
+        return DataLoader(range(7), batch_size=BATCH)  # in unequal parts, on 2 or 3 ranks
 
 
 class TellingIO(RankZeroCheckpointIO):
@@ -94,25 +101,30 @@ class TellingIO(RankZeroCheckpointIO):
 
 
 def train(
-    directory: Path, devices: int, is_background: bool, max_epochs: int = -1, **options: Any
+    directory: Path, world_size: int, has_helpers: bool, max_epochs: int = -1, **options: Any
 ) -> Counting:
-    """Train from the newest checkpoint on, and save every third step; return the model.
+    """Train from the newest checkpoint on; return the model.
 
-    In the background means that a loader worker also reads. ``options`` are those of the
-    strategy.
+    Args:
+        directory: where checkpoints are.
+        world_size: the number of ranks.
+        has_helpers: whether a thread saves in the background, and a worker loads.
+        max_epochs: the number of epochs; by default the run only ends by a fault.
+        options: of the strategy.
     """
+    # A run that continues has another seed: only the checkpoint can give it its order.
     L.seed_everything(8 if any(directory.rglob("*.ckpt")) else 7, verbose=False)
-    io = L.pytorch.plugins.AsyncCheckpointIO(TellingIO()) if is_background else TellingIO()
-    saver = RankZeroCheckpoint(directory, "{step}", every_n_train_steps=3, save_last=True)
+    io = L.pytorch.plugins.AsyncCheckpointIO(TellingIO()) if has_helpers else TellingIO()
+    saver = RankZeroCheckpoint(directory, "{step}", every_n_train_steps=SAVED_EVERY, save_last=True)
     trainer = make_trainer(
         DDPExtStrategy(checkpoint_io=io, **LIMITS, **options),
-        devices=devices,
+        devices=world_size,
         max_epochs=max_epochs,
         num_sanity_val_steps=0,
         enable_checkpointing=True,
         callbacks=[saver],
     )
-    model = Counting(devices, has_worker=is_background)
+    model = Counting(world_size, has_worker=has_helpers)
     trainer.fit(model, ckpt_path="last")
     return model
 
@@ -144,90 +156,11 @@ def saved_steps_in(output: str) -> list[int]:
     return [int(step) for step in re.findall(r"^step (\d+) is saved$", output, re.MULTILINE)]
 
 
-# The processes, as the test that has started them sees them.
-
-
-class Process:
-    """A process, which may exit at any time; for ``connection.wait``, it is ready once it
-    has exited.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._descriptor = os.pidfd_open(pid)
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def signal(self, signum: int) -> None:
-        """Send a signal, unless the process has exited."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._descriptor, signum)
-
-    def close(self) -> None:
-        """Kill the process if it still runs."""
-        self.signal(signal.SIGKILL)
-        os.close(self._descriptor)
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run in which all ranks train.
-
-    Attributes:
-        launcher: the process that starts the ranks; by hand, the first rank.
-        ranks: the process of each rank, which may be the launcher.
-    """
-
-    launcher: Process
-    ranks: dict[int, Process]
-
-
-@contextlib.contextmanager
-def all_train(processes: RankProcesses, directory: Path, world_size: int) -> Iterator[Run]:
-    """Wait until all ranks train; after the block, kill what still runs."""
-    with contextlib.ExitStack() as stack:
-
-        def watch(pid: int) -> Process:
-            return stack.enter_context(contextlib.closing(Process(pid)))
-
-        started = [watch(pid) for pid in processes.pids.values()]
-        deadline = time.monotonic() + SECONDS_TO_TRAIN
-        pids: dict[int, int] = {}
-        while len(pids) < world_size:
-            exited = connection.wait(started, 0.02)
-            output = output_in(directory)
-            assert not exited, f"a rank exited before all trained:\n{output}"
-            assert time.monotonic() < deadline, f"not all ranks train:\n{output}"
-            pids = ranks_in(output)
-        yield Run(started[0], {rank: watch(pid) for rank, pid in pids.items()})
-
-
-def wait_for_exits(processes: Collection[Process], seconds: float) -> list[str]:
-    """Wait until processes exit; end those that are late with their stacks, and return a
-    line for each of them.
-    """
-    late = still_running(processes, seconds)
-    for process in late:
-        process.signal(signal.SIGABRT)  # writes the stacks
-        process.signal(signal.SIGCONT)
-    still_running(late, SECONDS_TO_DUMP)
-    return [f"rank process {each.pid} still runs {seconds} s after the fault" for each in late]
-
-
-def still_running(processes: Collection[Process], seconds: float) -> set[Process]:
-    """Wait until processes exit; return those that still run after some seconds."""
-    deadline = time.monotonic() + seconds
-    running = set(processes)
-    while running and time.monotonic() < deadline:
-        running.difference_update(connection.wait(running, deadline - time.monotonic()))
-    return running
-
-
-def main(directory: str, world_size: str, start_method: str, is_background: str) -> None:
+def main(directory: str, world_size: int, start_method: str, has_helpers: bool) -> None:
+    """Train in a process that starts ranks, or that torchrun has started."""
     write_to_output(Path(directory))
-    train(Path(directory), int(world_size), is_background == "True", start_method=start_method)
+    train(Path(directory), world_size, has_helpers, start_method=start_method)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(**json.loads(sys.argv[1]))

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,18 +24,28 @@ BATCHES = 12  # of each rank in an epoch
 VALIDATION_BATCHES = 2  # of each rank
 BATCH_SIZE = 2
 
+# How a rank can end.
+ENDS: dict[str, Callable[..., object]] = {
+    "kill": training.die,
+    "sigterm": lambda *_: os.kill(os.getpid(), signal.SIGTERM),
+    "error": training.boom,
+    # A collective that the other ranks do not call; it raises once they have waited.
+    "other call": lambda *_: torch.distributed.all_reduce(torch.zeros(77)),
+}
+BY_EXCEPTION = ("error", "other call")  # such a rank saves its last step itself
+WRITING = "writing"
+
 
 @dataclass(frozen=True)
 class Kill:
     """Ends some ranks at a moment of a run.
 
     Attributes:
-        moment: a hook of a callback, or "writing": each write of the Trainer's own
+        moment: a hook of a callback, or ``WRITING``: each write of the Trainer's own
             checkpoints.
         earlier: how often the ranks pass the moment before.
-        ranks: the ranks that end.
-        by: "kill" (SIGKILL), "sigterm", "error" (an exception) or "other call" (a
-            collective that the other ranks do not call).
+        ranks: the ranks that end; when writing, the one that writes.
+        by: one of ``ENDS``.
     """
 
     moment: str
@@ -44,14 +55,11 @@ class Kill:
 
     def callback(self) -> L.Callback:
         """Return a callback that ends the ranks in the hook."""
-        return training.At(self.moment, self.end_process, earlier=self.earlier, ranks=self.ranks)
+        return training.At(self.moment, ENDS[self.by], earlier=self.earlier, ranks=self.ranks)
 
-    def end_process(self, *_: Any) -> None:
-        if self.by == "error":
-            raise ValueError("this rank fails")
-        if self.by == "other call":
-            torch.distributed.all_reduce(torch.zeros(77))
-        os.kill(os.getpid(), signal.SIGTERM if self.by == "sigterm" else signal.SIGKILL)
+    def io(self) -> "FaultyIO":
+        """Return an IO that ends the rank in a write."""
+        return FaultyIO(ENDS[self.by], earlier=self.earlier, of_last_step=False)
 
 
 class Net(training.Plain):
@@ -73,8 +81,8 @@ class Plan:
 
     Attributes:
         kill: which ranks end, and when.
-        strategy: options of the strategy; with a ``start_method`` one process starts
-            two ranks.
+        strategy: options of the strategy; with a ``start_method`` the process that trains
+            starts two ranks.
         trainer: options of the Trainer.
         callbacks: of the Trainer, in addition to one that saves.
         model: makes the module.
@@ -103,22 +111,24 @@ class FaultyIO(RankZeroCheckpointIO):
     ) -> None:
         super().__init__()
         self.fault = fault
-        self.writes_left = earlier
+        self.earlier = earlier
         self.of_last_step = of_last_step
+        self.writes = 0
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         is_of_last_step = Path(path).name == STOP_CHECKPOINT
-        write = self.write if is_of_last_step == self.of_last_step else os.write
+        is_faulty = is_of_last_step == self.of_last_step
+        write = partial(self.write_or_fail, os.write) if is_faulty else os.write
         with patch.object(os, "write", write):
             super().save_checkpoint(checkpoint, path, storage_options)
 
-    def write(self, descriptor: int, content: Any, original: Any = os.write) -> int:
-        self.writes_left -= 1
-        if self.writes_left == -1:
+    def write_or_fail(self, write: Callable[..., int], descriptor: int, content: Any) -> int:
+        self.writes += 1
+        if self.writes == self.earlier + 1:
             self.fault()
-        return original(descriptor, content)
+        return write(descriptor, content)
 
 
 class FinishedSteps(L.Callback):
@@ -134,34 +144,40 @@ class FinishedSteps(L.Callback):
 
 
 def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, torch.Tensor]:
-    """Train from the newest checkpoint on, with another seed; return the final weights and
-    the number of steps that loggers count.
+    """Train from the newest checkpoint on, with another seed; return the final weights and,
+    on a rank, the number of steps that loggers count.
     """
     L.seed_everything(8 + rank if files_in(directory) else 7, verbose=False)
+    net = plan.model()
     strategy = {"timeout": 60, **plan.strategy}
     training.backend(strategy.get("process_group_backend", "gloo"))
-    callbacks: list[L.Callback] = [FinishedSteps(directory)]
-    kill = plan.kill
-    if kill is not None and kill.moment == "writing":
-        io = FaultyIO(kill.end_process, earlier=kill.earlier, of_last_step=False)
-        strategy["checkpoint_io"] = io
-    elif kill is not None:
-        callbacks.append(kill.callback())
-    callbacks += plan.callbacks
-    callbacks.append(ModelCheckpoint(directory, "{epoch}-{step}", monitor="val_loss", save_top_k=1))
-    options: dict[str, Any] = {
-        "devices": 2 if "start_method" in strategy else world_size,
+    starts_ranks = "start_method" in strategy  # and is not a rank itself
+    options = {
+        "devices": 2 if starts_ranks else world_size,
         "max_epochs": EPOCHS,
         "num_sanity_val_steps": 0,
         "enable_checkpointing": True,
         "default_root_dir": directory,
         **plan.trainer,
     }
-    net = plan.model()
+    kills: list[L.Callback] = []
+    if plan.kill is not None and plan.kill.moment == WRITING:
+        strategy["checkpoint_io"] = plan.kill.io()
+    elif plan.kill is not None:
+        kills = [plan.kill.callback()]
     trainer = training.fit(
-        "ours", directory, net, *callbacks, strategy=strategy, ckpt_path=plan.ckpt_path, **options
+        "ours",
+        directory,
+        net,
+        FinishedSteps(directory),
+        *kills,
+        *plan.callbacks,
+        ModelCheckpoint(directory, "{epoch}-{step}", monitor="val_loss", save_top_k=1),
+        strategy=strategy,
+        ckpt_path=plan.ckpt_path,
+        **options,
     )
-    if "start_method" in strategy:
+    if starts_ranks:
         return training.weights(net)
     steps = trainer.fit_loop.epoch_loop._batches_that_stepped
     return {**training.weights(net), "steps": torch.tensor(steps)}
@@ -205,9 +221,8 @@ def lost_steps(directory: Path, outcomes: list[Outcome], kill: Kill) -> int:
     """Return the number of steps that a rank has finished which was not killed, and that are
     not in the newest checkpoint.
     """
-    killed = () if kill.by in ("error", "other call") else kill.ranks
-    survivors = [outcome.rank for outcome in outcomes if outcome.rank not in killed]
-    paths = [directory / f"{rank}.steps" for rank in survivors]
+    killed = () if kill.by in BY_EXCEPTION else kill.ranks
+    paths = [directory / f"{each.rank}.steps" for each in outcomes if each.rank not in killed]
     finished = max((int(path.read_text()) for path in paths if path.exists()), default=0)
     return finished - saved_step(directory)
 
@@ -223,8 +238,11 @@ def saved_step(directory: Path) -> int:
     if newest is None:
         return 0
     checkpoint = torch.load(newest, weights_only=True, map_location="cpu")
-    states = checkpoint["callbacks"]
-    [state] = [states[name] for name in states if name.startswith("ModelCheckpoint")]
+    [state] = [
+        state
+        for name, state in checkpoint["callbacks"].items()
+        if name.startswith("ModelCheckpoint")
+    ]
     named = [*state["best_k_models"], state["best_model_path"]]
     assert all(Path(path).exists() for path in named if path)
     return int(checkpoint["global_step"])

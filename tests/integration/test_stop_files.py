@@ -4,7 +4,7 @@ there and removes the file. On SLURM, a requeued job resumes from its own file.
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,46 +21,74 @@ from tests.integration import continuing
 
 FROM_START = "from the start"
 RESUMED = "resumed"
+STEPS = 6  # of two epochs on two ranks
+# The folder of a command's first fit: the script's name, a digest of the command, and the
+# number of the fit.
+FOLDER = "*-????????-1"
 
 
-class Place(NamedTuple):
-    """Where a run saves when it is stopped, below its root directory, and the options of
-    the Trainer and of the strategy that choose this, made from that directory.
+class Command(NamedTuple):
+    """What a command chooses, and where it therefore saves when it is stopped.
+
+    Attributes:
+        file: a pattern of the stop checkpoint's path, below the root directory.
+        options: of the Trainer.
+        strategy: options of the strategy.
+        callbacks: of the Trainer.
     """
 
-    pattern: str
-    options: Callable[[Path], dict[str, Any]] = lambda root: {}
-    strategy: Callable[[Path], dict[str, Any]] = lambda root: {}
+    file: str
+    options: Mapping[str, Any] = {}
+    strategy: Mapping[str, Any] = {}
+    callbacks: Sequence[L.Callback] = ()
 
 
-OF_COMMAND = "checkpoints/*-????????-1/last-preempted.ckpt"
-PLACES = {
-    "as Lightning chooses": Place(OF_COMMAND, lambda root: {"logger": True}),
-    "no logger": Place(OF_COMMAND),
-    "no callback": Place(OF_COMMAND, lambda root: {"logger": True, "enable_checkpointing": False}),
-    "dirpath": Place(
-        "own/*-????????-1/last-preempted.ckpt",
-        lambda root: {"callbacks": [ModelCheckpoint(root / "own")]},
-    ),
-    "name": Place(
-        "checkpoints/*-????????-1/stop.ckpt", strategy=lambda root: {"stop_checkpoint": "stop.ckpt"}
-    ),
-    "path": Place(
-        "given/stop.ckpt",
-        lambda root: {"logger": True},
-        lambda root: {"stop_checkpoint": f"{root}/given/stop.ckpt"},
-    ),
-}
-STEPS = 6  # of two epochs on two ranks
+BY_DEFAULT = Command(f"checkpoints/{FOLDER}/last-preempted.ckpt", {"logger": True})
+NO_CALLBACK = BY_DEFAULT._replace(options={"logger": True, "enable_checkpointing": False})
 
 
-def run_command(place: Place, root: Path, *callbacks: L.Callback, **options: Any) -> continuing.Run:
-    """Run a command for two epochs, from its last checkpoint if there is one."""
-    defaults = {"enable_checkpointing": True, "ckpt_path": "last"}
-    chosen: dict[str, Any] = {**defaults, **place.options(root), **options}
-    chosen["callbacks"] = [*chosen.get("callbacks", ()), *callbacks]
-    command = continuing.Training(continuing.shuffled(), root.parent, strategy=place.strategy(root))
-    run = command.run(max_epochs=2, default_root_dir=root, **chosen)
+def commands_in(root: Path) -> dict[str, Command]:
+    """Return commands that have this root directory, by what each chooses."""
+    return {
+        "as Lightning chooses": BY_DEFAULT,
+        "no logger": BY_DEFAULT._replace(options={}),
+        "no callback": NO_CALLBACK,
+        "dirpath": Command(
+            f"own/{FOLDER}/last-preempted.ckpt", callbacks=[ModelCheckpoint(root / "own")]
+        ),
+        "name": Command(
+            f"checkpoints/{FOLDER}/stop.ckpt", strategy={"stop_checkpoint": "stop.ckpt"}
+        ),
+        "path": Command(
+            "given/stop.ckpt", {"logger": True}, {"stop_checkpoint": f"{root}/given/stop.ckpt"}
+        ),
+    }
+
+
+def run_command(
+    command: Command,
+    root: Path,
+    stop: L.Callback | None = None,
+    *,
+    ckpt_path: str | None = "last",
+    **options: Any,
+) -> continuing.Run:
+    """Run a command for two epochs, or until the stop; from its last checkpoint if there is
+    one. The other options are the Trainer's.
+    """
+    training_run = continuing.Training(
+        continuing.shuffled(),
+        root.parent,
+        options={"enable_checkpointing": True, **command.options},
+        strategy=dict(command.strategy),
+    )
+    run = training_run.run(
+        max_epochs=2,
+        default_root_dir=root,
+        callbacks=[*command.callbacks, *([stop] if stop else [])],
+        ckpt_path=ckpt_path,
+        **options,
+    )
     dist.barrier()  # loggers of the next run look for directories of this one
     return run
 
@@ -69,43 +97,48 @@ def begin_of(run: continuing.Run) -> str:
     return FROM_START if run.steps[0].moment == (0, 0) else RESUMED
 
 
-def run_twice(rank: int, world_size: int, directory: Path, name: str) -> None:
-    """Run a command that is stopped, and run it again."""
-    place = PLACES[name]
+def run_twice(rank: int, world_size: int, directory: Path, name: str) -> dict[str, Any]:
+    """Run a command that is stopped, and run it again; return both runs, and the files that
+    each of them leaves.
+    """
     root = directory / name
-    stopped = run_command(place, root, continuing.signal_rank_one())
-    assert stopped.status == training.STOPPED
-    assert len(list(root.glob(place.pattern))) == 1
-    dist.barrier()
-    resumed = run_command(place, root)
-    assert (resumed.status, begin_of(resumed)) == (None, RESUMED)
-    assert len(stopped.steps + resumed.steps) == STEPS
-    assert [*root.rglob(Path(place.pattern).name), *root.rglob("*-????????-1")] == []
+    command = commands_in(root)[name]
+    stopped = run_command(command, root, continuing.signal_rank_one())
+    saved = list(root.glob(command.file))
+    dist.barrier()  # the next run removes the file
+    resumed = run_command(command, root)
+    left = [*root.rglob(Path(command.file).name), *root.rglob(FOLDER)]
+    return {"stopped": stopped, "saved": saved, "resumed": resumed, "left": left}
 
 
 @pytest.mark.parametrize(
     "name",
     [  # one of them is enough for `make fast`
-        pytest.param(name, marks=[pytest.mark.lowest] * (name == "no logger")) for name in PLACES
+        pytest.param(name, marks=[pytest.mark.lowest] * (name == "no logger"))
+        for name in commands_in(Path())
     ],
 )
 def test_the_same_command_continues_wherever_it_saves(name: str, tmp_path: Path) -> None:
     """The directory may be new in each run. A finished run leaves neither the stop checkpoint
     nor its folder.
     """
-    ranks.run_ranks(run_twice, 2, tmp_path, name)
+    for runs in ranks.run_ranks(run_twice, 2, tmp_path, name):
+        assert runs["stopped"].status == training.STOPPED
+        assert len(runs["saved"]) == 1
+        assert (runs["resumed"].status, begin_of(runs["resumed"])) == (None, RESUMED)
+        assert len(runs["stopped"].steps + runs["resumed"].steps) == STEPS
+        assert runs["left"] == []
 
 
 def run_alone(
-    rank: int, world_size: int, directory: Path, *words: str, stops: bool, **options: Any
+    rank: int, world_size: int, directory: Path, *words: str, is_stopped: bool, **options: Any
 ) -> str:
     """Run a command with these words on one rank, to its end or until a stop in its second
     step; return where it begins.
     """
     sys.argv = ["train.py", *words]
-    callbacks = [training.signalled("on_train_batch_end", 1)] if stops else []
-    place = PLACES["as Lightning chooses"]
-    run = run_command(place, directory / "run", *callbacks, devices=1, **options)
+    stop = training.signalled("on_train_batch_end", 1) if is_stopped else None
+    run = run_command(BY_DEFAULT, directory / "run", stop, devices=1, **options)
     return begin_of(run) if run.steps else "without a step"
 
 
@@ -120,25 +153,24 @@ def test_another_command_leaves_a_stop_checkpoint(tmp_path: Path) -> None:
 
     A first run logs where it would save.
     """
-    first = launch_alone(tmp_path, "--lr", "1", stops=True)
+    first = launch_alone(tmp_path, "--lr", "1", is_stopped=True)
     assert first.result == FROM_START
     line = "ckpt_path='last': no checkpoint yet; if the run ends early, it saves "
     assert first.output.count(line) == 1
-    [left] = tmp_path.rglob("*-????????-1")
-    other = launch_alone(tmp_path, "--lr", "2", stops=False)
+    [left] = tmp_path.rglob(FOLDER)
+    other = launch_alone(tmp_path, "--lr", "2", is_stopped=False)
     assert other.result == FROM_START
     assert f"in {left.parent}, {left.name} belong to other commands or fits" in other.output
-    resumed = launch_alone(tmp_path, "--lr", "1", "--ckpt_path", "last", stops=False)
+    resumed = launch_alone(tmp_path, "--lr", "1", "--ckpt_path", "last", is_stopped=False)
     assert resumed.result == RESUMED
 
 
 def test_a_trial_run_keeps_the_stop_checkpoint(tmp_path: Path) -> None:
     """A trial run finishes without a step, so the next run still needs the file."""
-    launch_alone(tmp_path, stops=True)
-    trials: list[dict[str, Any]] = [{"fast_dev_run": True}, {"limit_train_batches": 0}]
-    for trial in trials:
-        assert launch_alone(tmp_path, stops=False, **trial).result == "without a step"
-    assert launch_alone(tmp_path, stops=False).result == RESUMED
+    launch_alone(tmp_path, is_stopped=True)
+    for trial in ({"fast_dev_run": True}, {"limit_train_batches": 0}):
+        assert launch_alone(tmp_path, is_stopped=False, **trial).result == "without a step"
+    assert launch_alone(tmp_path, is_stopped=False).result == RESUMED
 
 
 def cross_validate(
@@ -147,8 +179,8 @@ def cross_validate(
     """Return where each fold begins, until one is stopped."""
     begins = []
     for fold in range(3):
-        callbacks = [continuing.signal_rank_one()] if fold == stopped_fold else []
-        run = run_command(PLACES["as Lightning chooses"], directory / "folds", *callbacks)
+        stop = continuing.signal_rank_one() if fold == stopped_fold else None
+        run = run_command(BY_DEFAULT, directory / "folds", stop)
         begins.append(begin_of(run))
         if run.status is not None:
             break
@@ -170,14 +202,17 @@ def test_each_fit_of_a_script_finds_its_own_stop_checkpoint(tmp_path: Path) -> N
     assert not [path for path in tmp_path.rglob("*.ckpt") if "epoch" not in path.name]
 
 
-def save_by_a_callback(rank: int, world_size: int, directory: Path, stops: bool) -> str:
+def save_by_a_callback(rank: int, world_size: int, directory: Path, is_stopped: bool) -> str:
     """Run a command whose ``ModelCheckpoint`` saves to the path of the stop checkpoint;
     return where it begins.
     """
-    saver = ModelCheckpoint(directory, save_last=True)
-    place = Place("last.ckpt", strategy=lambda root: {"stop_checkpoint": directory / "last.ckpt"})
-    callbacks = [saver, continuing.signal_rank_one()] if stops else [saver]
-    return begin_of(run_command(place, directory / "run", *callbacks))
+    command = Command(
+        "last.ckpt",
+        strategy={"stop_checkpoint": directory / "last.ckpt"},
+        callbacks=[ModelCheckpoint(directory, save_last=True)],
+    )
+    stop = continuing.signal_rank_one() if is_stopped else None
+    return begin_of(run_command(command, directory / "run", stop))
 
 
 def test_a_finished_run_keeps_a_file_that_it_has_written_again(tmp_path: Path) -> None:
@@ -188,7 +223,7 @@ def test_a_finished_run_keeps_a_file_that_it_has_written_again(tmp_path: Path) -
     assert torch.load(last, weights_only=True)["global_step"] == STEPS
 
 
-COMMAND = """
+SCRIPT = """
 import os
 import signal
 from pathlib import Path
@@ -220,20 +255,21 @@ if __name__ == "__main__":
     )
     trainer.fit(BoringModel(), ckpt_path="last")
 """
-BY_TORCHRUN = "python -m torch.distributed.run --nproc-per-node=1 $0"
 
 
 def test_a_command_continues_however_it_is_started(tmp_path: Path) -> None:
     """Each of three runs continues the one before, with a relative root directory."""
     script = tmp_path / "train.py"
-    script.write_text(COMMAND)
+    script.write_text(SCRIPT)
     (tmp_path / "elsewhere").mkdir()
-    starts = ["python train.py", "cd elsewhere; python ../train.py", BY_TORCHRUN]
-    ends = [("10", training.STOPPED), ("20", training.STOPPED), ("", 0)]
-    for start, step, (ends_at, exit_code) in zip(starts, (0, 11, 21), ends, strict=True):
+    for start, first_step, ends_at, exit_code in [
+        ("python train.py", 0, "10", training.STOPPED),
+        ("cd elsewhere; python ../train.py", 11, "20", training.STOPPED),
+        ("python -m torch.distributed.run --nproc-per-node=1 $0", 21, "never", 0),
+    ]:
         options = {"launcher": ("sh", "-c", start), "env": {"ENDS_AT": ends_at}}
         output = run_script(script, cwd=tmp_path, exit_code=exit_code, **options)
-        assert f"starts at step {step}\n" in output
+        assert f"starts at step {first_step}\n" in output, start
     assert not list(tmp_path.rglob("*preempted*"))
     assert not list(tmp_path.rglob("train-*"))
 
@@ -248,9 +284,8 @@ def run_job(
 
     If ``is_stopped``, the signal that announces the time limit of a job stops the run.
     """
-    callbacks = [continuing.signal_rank_one(signal.SIGUSR1)] if is_stopped else []
-    place = PLACES["no callback"]
-    return begin_of(run_command(place, directory / "run", *callbacks, ckpt_path=ckpt_path))
+    stop = continuing.signal_rank_one(signal.SIGUSR1) if is_stopped else None
+    return begin_of(run_command(NO_CALLBACK, directory / "run", stop, ckpt_path=ckpt_path))
 
 
 def requeued(job: Environment) -> Environment:

@@ -1,6 +1,10 @@
 """A run that a signal stops in any hook continues as if there had been no signal, also
 beside each of Lightning's callbacks that can continue exactly.
 
+1. Draw: a case is a hook and one of its calls, in which one rank gets a signal.
+2. Play: each rank trains without the signal, with it, and from the stop on.
+3. Judge: the run from the stop on must go on as the one without the signal.
+
 ``make test`` plays a few cases, ``make nightly`` those of a new seed (``SWEEP_SEED``,
 ``SWEEP_COUNT``).
 """
@@ -10,7 +14,7 @@ import inspect
 import os
 import random
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +30,74 @@ from tests.harness import sweeps
 from tests.integration import continuing
 
 
+class Case(NamedTuple):
+    """The signal that one of the ranks gets, and its moment.
+
+    Its ``str`` in the variable ``SWEEP`` repeats it.
+
+    Attributes:
+        hook: a hook, with its owner.
+        earlier: how often the hook is called before the signal.
+        callback: the name of the callback beside which the run is stopped.
+        signal: the signal's name.
+        rank: the rank that gets it.
+        ranks: the number of ranks.
+    """
+
+    hook: str
+    earlier: int
+    callback: str
+    signal: str
+    rank: int
+    ranks: int
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self))
+
+    @staticmethod
+    def parse(text: str) -> "Case":
+        hook, earlier, callback, signal, rank, ranks = text.split()
+        return Case(hook, int(earlier), callback, signal, int(rank), int(ranks))
+
+
+DAILY = [
+    Case("module.setup", 0, "none", "SIGTERM", rank=0, ranks=1),
+    Case("callback.on_validation_batch_start", 3, "ema", "SIGINT", rank=0, ranks=1),
+    Case("module.on_save_checkpoint", 0, "save_last", "SIGTERM", rank=0, ranks=1),
+    Case("callback.on_train_end", 0, "timer", "SIGINT", rank=0, ranks=1),
+    Case("callback.on_sanity_check_start", 0, "tqdm", "SIGTERM", rank=1, ranks=2),
+    Case("module.training_step", 3, "throughput", "SIGINT", rank=1, ranks=2),
+    Case("module.on_before_optimizer_step", 1, "early", "SIGTERM", rank=0, ranks=2),
+    Case("callback.on_validation_start", 1, "swapping", "SIGTERM", rank=1, ranks=2),
+    Case("module.on_train_epoch_end", 0, "save_best", "SIGTERM", rank=0, ranks=2),
+    Case("callback.on_train_batch_end", 3, "on_exception", "SIGINT", rank=1, ranks=2),
+]
+
+
+REPEAT = "SWEEP='{}' .venv/bin/python -m pytest tests/integration/test_stop_sweep.py -k stopped"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stopped_run_continues_as_if_uninterrupted(ranks: int, tmp_path: Path) -> None:
+    """Steps, validations and weights are those of a run without a signal."""
+    cases = [case for case in sweeps.chosen_cases(Case.parse, DAILY) if case.ranks == ranks]
+    expect_continued(cases, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(0)  # SWEEP_COUNT says how long it takes
+def test_runs_of_a_new_seed_continue_as_if_uninterrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This holds for cases that are drawn from all hooks, callbacks and signals."""
+    seed, count = sweeps.new_seed(capsys, 300)
+    chance = random.Random(seed)
+    expect_continued([draw(chance) for _ in range(count)], tmp_path)
+
+
+# Drawing cases.
+
+
 class Swapping(L.Callback):
     """Validates with other weights, as users' averaging callbacks do; Lightning's
     callbacks swap one hook later.
@@ -36,7 +108,9 @@ class Swapping(L.Callback):
 
     def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         for own, other in zip(module.parameters(), self.other, strict=True):
-            own.data, other.data = other.data, own.data
+            weights = own.data
+            own.data = other.data
+            other.data = weights
 
     on_validation_end = on_validation_start
 
@@ -70,26 +144,21 @@ CALLBACKS: dict[str, Callable[[Path], L.Callback]] = {
     "summary": lambda _: callbacks.ModelSummary(2),
 }
 
-# Hooks.
-
-# Beginnings of the names of hooks that are called after a run, when a signal ends the
-# process, or by a resumed run alone.
-LEFT_OUT = (
+LEFT_OUT = (  # beginnings of the names of methods
     "_",
-    "on_fit_end",
-    "teardown",
-    "on_exception",
-    "on_load",
-    "load_",
-    "state_dict",
-    "configure_sharded",
+    # Hooks that ``fit`` does not call.
+    *("on_test", "test_", "on_predict", "predict_"),
+    # Hooks after a run, when a signal ends the process.
+    *("on_fit_end", "teardown", "on_exception"),
+    # Hooks of which only a resumed run calls some.
+    *("on_load", "load_", "state_dict"),
+    "configure_sharded",  # deprecated
 )
 
 
 def names_of_hooks(owner: type) -> set[str]:
     names = {name for name, _ in inspect.getmembers(owner, inspect.isfunction)}
-    of_fit = {name for name in names if "test" not in name and "predict" not in name}
-    return {name for name in of_fit if not name.startswith(LEFT_OUT)}
+    return {name for name in names if not name.startswith(LEFT_OUT)}
 
 
 MODULE_HOOKS = {
@@ -111,53 +180,19 @@ HOOKS = sorted(
 )
 
 
-class Case(NamedTuple):
-    """The signal that one of the ranks gets, and its moment.
-
-    Its ``str`` in the variable ``SWEEP`` repeats it.
-
-    Attributes:
-        hook: a hook, with its owner.
-        earlier: how often the hook is called before the signal.
-        callback: the name of the callback beside which the run is stopped.
-        signal: the signal's name.
-        rank: the rank that gets it.
-        ranks: the number of ranks.
-    """
-
-    hook: str
-    earlier: int
-    callback: str
-    signal: str
-    rank: int
-    ranks: int
-
-    def __str__(self) -> str:
-        return " ".join(map(str, self))
-
-    @staticmethod
-    def parse(text: str) -> "Case":
-        hook, earlier, callback, signal, rank, ranks = text.split()
-        return Case(hook, int(earlier), callback, signal, int(rank), int(ranks))
-
-    @property
-    def status(self) -> int:
-        """The exit status of a stopped run."""
-        return 128 + signal.Signals[self.signal]
+def draw(chance: random.Random) -> Case:
+    ranks = chance.choice((1, 2))
+    return Case(
+        hook=chance.choice(HOOKS),
+        earlier=chance.choice((0, 0, 1, 3, 8)),
+        callback=chance.choice([*CALLBACKS]),
+        signal=chance.choice(("SIGTERM", "SIGINT")),
+        rank=chance.randrange(ranks),
+        ranks=ranks,
+    )
 
 
-DAILY = [
-    Case("module.setup", 0, "none", "SIGTERM", rank=0, ranks=1),
-    Case("callback.on_validation_batch_start", 3, "ema", "SIGINT", rank=0, ranks=1),
-    Case("module.on_save_checkpoint", 0, "save_last", "SIGTERM", rank=0, ranks=1),
-    Case("callback.on_train_end", 0, "timer", "SIGINT", rank=0, ranks=1),
-    Case("callback.on_sanity_check_start", 0, "tqdm", "SIGTERM", rank=1, ranks=2),
-    Case("module.training_step", 3, "throughput", "SIGINT", rank=1, ranks=2),
-    Case("module.on_before_optimizer_step", 1, "early", "SIGTERM", rank=0, ranks=2),
-    Case("callback.on_validation_start", 1, "swapping", "SIGTERM", rank=1, ranks=2),
-    Case("module.on_train_epoch_end", 0, "save_best", "SIGTERM", rank=0, ranks=2),
-    Case("callback.on_train_batch_end", 3, "on_exception", "SIGINT", rank=1, ranks=2),
-]
+# Playing a case on each rank: three runs, which are not judged there.
 
 
 class Stoppable(continuing.Net):
@@ -182,14 +217,11 @@ class Stoppable(continuing.Net):
             super().happens(what, *results)
 
 
-# Playing a case, on each rank. Nothing is judged there.
-
-
 class Ended(NamedTuple):
-    """A run, and the state of its callback; empty if it is not compared."""
+    """A run, and the state of its callback; ``None`` if it is not compared."""
 
     run: continuing.Run
-    callback_state: str
+    callback_state: str | None
 
 
 class Played(NamedTuple):
@@ -221,12 +253,11 @@ class Sender:
         self.case = case
         self.calls = 0
 
-    @property
-    def has_sent(self) -> bool:
-        return self.calls > self.case.earlier
-
     def watch(self, owner: Any) -> Any:
-        """Return the owner of the hook, with a method in the hook's place that can send."""
+        """Return the owner of the hook, with a method in the hook's place that can send.
+
+        A callback cannot do this in general, because most hooks are the module's.
+        """
         name = self.case.hook.partition(".")[2]
         hook = getattr(owner, name)
 
@@ -237,7 +268,7 @@ class Sender:
                 os.kill(os.getpid(), signal.Signals[self.case.signal])
             return hook(*args, **kwargs)
 
-        setattr(owner, name, sending)  # cases name their hooks
+        setattr(owner, name, sending)
         return owner
 
 
@@ -267,8 +298,9 @@ def train(
     run = training.run(model=make_model, callbacks=[callback, *others], ckpt_path="last")
     if ranks > 1:
         dist.barrier()  # one rank's run must not look for what the other one's removes
+    # These states have a path of the run, or a time.
     is_compared = not isinstance(callback, (callbacks.Checkpoint, callbacks.Timer))
-    return Ended(run, repr(callback.state_dict()) if is_compared else "")
+    return Ended(run, repr(callback.state_dict()) if is_compared else None)
 
 
 @functools.cache
@@ -289,90 +321,66 @@ def play(case: Case, rank: int, ranks: int, directory: Path) -> Played:
     else:
         signalled = train_in_directory(sender.watch(L.Callback()))
     resumed = None if signalled.run.status is None else train_in_directory()
-    return Played(whole, signalled.run, sender.has_sent, resumed)
+    return Played(whole, signalled.run, sender.calls > case.earlier, resumed)
 
 
-# Judging what the ranks have played. A fault is a text, empty if nothing is wrong.
+# Judging what the ranks have played.
 
 
-def fault_of(case: Case, played: Played) -> str:
+def expect_continued(cases: Sequence[Case], directory: Path) -> None:
+    """Play cases; fail with the faults of each case on each rank."""
+    wrong: dict[Case, str] = {}
+    for case, results in sweeps.play_cases(play, cases, lambda case: case.ranks, directory).items():
+        if isinstance(results, str):  # the ranks died
+            faults = [results]
+        else:
+            faults = [
+                f"on rank {rank} it {fault}"
+                for rank, played in enumerate(results)
+                for fault in faults_of(case, played)
+                if fault  # a ``difference`` may be empty
+            ]
+        if faults:
+            wrong[case] = "\n    ".join(faults)
+    sweeps.expect_nothing_wrong(wrong, REPEAT)
+
+
+def faults_of(case: Case, played: Played) -> Iterator[str]:
     """Describe how a rank's runs differ from its run without a signal."""
     if played.resumed is None:
-        return fault_without_stop(case, played)
-    return fault_of_stop(case, played) or fault_after_stop(played, played.resumed)
+        yield from faults_without_stop(case, played)
+    else:
+        yield from faults_of_stop(case, played)
+        yield from faults_after_stop(played, played.resumed)
 
 
-def fault_without_stop(case: Case, played: Played) -> str:
+def faults_without_stop(case: Case, played: Played) -> Iterator[str]:
     """Describe what is wrong with a run that was not stopped on this rank.
 
     Only a drawn case may name a call of its hook that never happens; its run is then like
     the one without a signal.
     """
     if played.has_sent or case in DAILY:
-        return f"is not stopped, and trains {played.signalled.steps}"
-    return continuing.difference(played.whole.run, 0, played.signalled)
+        yield f"is not stopped, and trains {played.signalled.steps}"
+    else:
+        yield continuing.difference(played.whole.run, 0, played.signalled)
 
 
-def fault_of_stop(case: Case, played: Played) -> str:
-    """Describe a wrong exit status, or steps before the stop that differ."""
-    whole_steps = played.whole.run.steps
+def faults_of_stop(case: Case, played: Played) -> Iterator[str]:
+    """Describe a wrong exit status, and steps before the stop that differ."""
     steps = played.signalled.steps
-    if played.signalled.status == case.status and steps == whole_steps[: len(steps)]:
-        return ""
-    return f"ends with {played.signalled.status}, after {steps} instead of {whole_steps}"
+    whole_steps = played.whole.run.steps
+    status = 128 + signal.Signals[case.signal]
+    if played.signalled.status != status:
+        yield f"ends with {played.signalled.status} instead of {status}"
+    if steps != whole_steps[: len(steps)]:
+        yield f"trains {steps} before the stop, and {whole_steps} without one"
 
 
-def fault_after_stop(played: Played, resumed: Ended) -> str:
+def faults_after_stop(played: Played, resumed: Ended) -> Iterator[str]:
     """Describe how the resumed run or its callback differs."""
     whole = played.whole
-    fault = continuing.difference(whole.run, len(played.signalled.steps), resumed.run)
+    yield continuing.difference(whole.run, len(played.signalled.steps), resumed.run)
     has_trained = bool(resumed.run.steps)  # otherwise no callback's training has begun
-    if not fault and has_trained and resumed.callback_state != whole.callback_state:
-        return f"its callback has {resumed.callback_state} instead of {whole.callback_state}"
-    return fault
-
-
-def faults_of(cases: Sequence[Case], directory: Path) -> dict[Case, str]:
-    """Play cases; describe one rank's fault of each case that has some."""
-    faults: dict[Case, str] = {}
-    for case, results in sweeps.play_cases(play, cases, lambda case: case.ranks, directory).items():
-        if isinstance(results, str):  # the ranks died
-            faults[case] = results
-        else:
-            faults[case] = max((fault_of(case, played) for played in results), key=len)
-    return {case: fault for case, fault in faults.items() if fault}
-
-
-# The sweep.
-
-REPEAT = "SWEEP='{}' .venv/bin/python -m pytest tests/integration/test_stop_sweep.py -k stopped"
-
-
-def draw(chance: random.Random) -> Case:
-    ranks = chance.choice((1, 2))
-    return Case(
-        hook=chance.choice(HOOKS),
-        earlier=chance.choice((0, 0, 1, 3, 8)),
-        callback=chance.choice([*CALLBACKS]),
-        signal=chance.choice(("SIGTERM", "SIGINT")),
-        rank=chance.randrange(ranks),
-        ranks=ranks,
-    )
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_stopped_run_continues_as_if_uninterrupted(ranks: int, tmp_path: Path) -> None:
-    """Steps, validations and weights are those of a run without a signal."""
-    cases = [case for case in sweeps.chosen_cases(Case.parse, DAILY) if case.ranks == ranks]
-    sweeps.expect_nothing_wrong(faults_of(cases, tmp_path), REPEAT)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(0)  # SWEEP_COUNT says how long it takes
-def test_runs_of_a_new_seed_continue_as_if_uninterrupted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """This holds for cases that are drawn from all hooks, callbacks and signals."""
-    seed, count = sweeps.new_seed(capsys, 300)
-    chance = random.Random(seed)
-    sweeps.expect_nothing_wrong(faults_of([draw(chance) for _ in range(count)], tmp_path), REPEAT)
+    if has_trained and resumed.callback_state != whole.callback_state:
+        yield f"has the callback's {resumed.callback_state} instead of {whole.callback_state}"

@@ -24,18 +24,39 @@ def batched(batch_sampler: Any, samples: int = SAMPLES) -> DataLoader[Any]:
     return DataLoader(continuing.Numbers(samples), batch_sampler=batch_sampler)
 
 
-def made_before(loader: Any) -> Callable[[], Any]:
-    """Return a ``train_dataloader`` that returns a loader from before the run."""
+def returning(loader: Any) -> Callable[[], Any]:
+    """Return a ``train_dataloader`` that returns this loader, which is older than the run."""
     return lambda: loader
 
 
-class Case(NamedTuple):
+class Evaluated(continuing.Net):
+    """Records the samples of validation, as its base class does those of training."""
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.happens("validated", *batch.flatten().tolist())
+
+
+class UsersLoader(NamedTuple):
     """A function that makes a rank's loader, and an option of the Trainer with which it is
     read.
     """
 
     make: Callable[[int], Any]
     use_distributed_sampler: bool = True
+
+
+def read_in_both_loops(
+    kind: training.Kind, directory: Path, loader: UsersLoader
+) -> dict[str, list[Any]]:
+    """Train on a loader from before the run, and validate on another one of the same kind."""
+    rank = int(os.environ["RANK"])
+    module = Evaluated(returning(loader.make(rank)))
+    training.make_trainer(
+        training.make_strategy(kind, directory),
+        use_distributed_sampler=loader.use_distributed_sampler,
+        max_epochs=2,
+    ).fit(module, val_dataloaders=loader.make(rank))
+    return {"steps": module.steps, "events": module.events}
 
 
 # Loaders that are read as with stock.
@@ -117,54 +138,39 @@ def part_in_batches(rank: int) -> DataLoader[Any]:
     return batched(continuing.Backwards(part, 2, drop_last=False))
 
 
-class Evaluated(continuing.Net):
-    """Records the samples of validation, as its base class does those of training."""
-
-    def validation_step(self, batch: Tensor, index: int) -> None:
-        self.happens("validated", *batch.flatten().tolist())
-
-
-def read_in_both_loops(kind: training.Kind, directory: Path, case: Case) -> tuple[Any, Any]:
-    """Train on a loader from before the run, and validate on another one of the same kind;
-    return the steps and events.
-    """
-    rank = int(os.environ["RANK"])
-    module = Evaluated(made_before(case.make(rank)))
-    training.make_trainer(
-        training.make_strategy(kind, directory),
-        use_distributed_sampler=case.use_distributed_sampler,
-        max_epochs=2,
-    ).fit(module, val_dataloaders=case.make(rank))
-    return module.steps, module.events
-
-
-# Without ``use_distributed_sampler``, each rank reads the user's object itself. One start of
-# the ranks reads all of these loaders.
+# One start of the ranks reads all of these loaders.
 AS_STOCK = {
-    "reads own batch sampler": Case(
+    # Its class is created again for each rank, with another batch sampler.
+    "reads own batch sampler": UsersLoader(
         lambda rank: ReadsOwnBatchSampler(continuing.Numbers(SAMPLES), batch_size=2, shuffle=True)
     ),
-    "cannot be pickled": Case(
+    # Each rank reads the user's object itself.
+    "cannot be pickled": UsersLoader(
         lambda rank: Unpicklable(continuing.Numbers(SAMPLES), 2), use_distributed_sampler=False
     ),
-    "its own iterator": Case(lambda rank: OwnIterator(), use_distributed_sampler=False),
-    "goes on in the next epoch": Case(lambda rank: GoesOn(), use_distributed_sampler=False),
-    "divided by a sampler": Case(part_in_batches),
+    "its own iterator": UsersLoader(lambda rank: OwnIterator(), use_distributed_sampler=False),
+    "goes on in the next epoch": UsersLoader(lambda rank: GoesOn(), use_distributed_sampler=False),
+    # The user has divided the samples, so the strategy does not.
+    "divided by a sampler": UsersLoader(part_in_batches),
 }
 
 
 def read_as_stock(kind: training.Kind, directory: Path) -> dict[str, Any]:
-    return {name: read_in_both_loops(kind, directory, case) for name, case in AS_STOCK.items()}
+    return {
+        f"{what} of {name}": result
+        for name, loader in AS_STOCK.items()
+        for what, result in read_in_both_loops(kind, directory, loader).items()
+    }
 
 
 def test_unusual_loaders_are_read_as_with_stock(tmp_path: Path) -> None:
     """They yield the batches that they yield with stock."""
-    ours, stock = training.on_both(read_as_stock, tmp_path)
-    assert ours == stock
+    for ours, stock in zip(*training.on_both(read_as_stock, tmp_path), strict=True):
+        assert ours == stock
 
 
 class Unsized:
-    """Batches of which there is no number."""
+    """Batches without a length."""
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter([[0], [1]])
@@ -173,7 +179,11 @@ class Unsized:
 def refuse_unsized(kind: training.Kind, directory: Path) -> str:
     return str(
         training.raised(
-            TypeError, read_in_both_loops, kind, directory, Case(lambda rank: batched(Unsized()))
+            TypeError,
+            read_in_both_loops,
+            kind,
+            directory,
+            UsersLoader(lambda rank: batched(Unsized())),
         )
     )
 
@@ -185,16 +195,16 @@ def test_batches_without_a_number_are_refused_as_with_stock(tmp_path: Path) -> N
     assert "Trainer(use_distributed_sampler=False)" in ours[0]
 
 
-def count_whole_batches(kind: training.Kind, directory: Path) -> list[int]:
-    """Return the number of this rank's batches of each loader, whose batches are whole."""
-    loaders = [
-        batched(continuing.Backwards(range(samples), 2, drop_last=True), samples)
+def count_whole_batches(kind: training.Kind, directory: Path) -> dict[int, int]:
+    """Return the number of this rank's batches, all of them whole, by the number of samples."""
+    loaders = {
+        samples: batched(continuing.Backwards(range(samples), 2, drop_last=True), samples)
         for samples in (9, 10, 12, 16)
-    ]
-    return [
-        len(continuing.read(kind, directory, made_before(loader), max_epochs=1)[0])
-        for loader in loaders
-    ]
+    }
+    return {
+        samples: len(continuing.read(kind, directory, returning(loader), max_epochs=1)[0])
+        for samples, loader in loaders.items()
+    }
 
 
 def test_ranks_have_stocks_number_of_whole_batches(tmp_path: Path) -> None:
@@ -221,23 +231,18 @@ COPIED: dict[str, Callable[[], DataLoader[Any]]] = {
 }
 
 
-def read_copied(kind: training.Kind, directory: Path) -> dict[str, dict[str, continuing.Batches]]:
-    """Return the batches of each loader: if a hook makes it, if it is made before the run, and
-    if it is a plain loader.
+def read_copied(kind: training.Kind, directory: Path) -> dict[str, continuing.Batches]:
+    """Return the batches of a plain loader, and those of each loader if a hook makes it, and
+    if it is made before the run.
     """
-    plain = continuing.read(kind, directory, continuing.shuffled(SAMPLES))
-    return {
-        name: {
-            "from hook": continuing.read(kind, directory, make),
-            "made before": continuing.read(kind, directory, made_before(make())),
-            "plain": plain,
-        }
-        for name, make in COPIED.items()
-    }
+    batches = {"plain": continuing.read(kind, directory, continuing.shuffled(SAMPLES))}
+    for name, make in COPIED.items():
+        batches[f"{name}, from hook"] = continuing.read(kind, directory, make)
+        batches[f"{name}, made before"] = continuing.read(kind, directory, returning(make()))
+    return batches
 
 
 def test_a_loader_whose_class_cannot_be_created_again_keeps_its_arguments(tmp_path: Path) -> None:
     """Each rank reads its part through the user's loader and batch sampler."""
-    for of_rank in training.on_ranks("ours", read_copied, tmp_path):
-        for name, read in of_rank.items():
-            assert read["from hook"] == read["made before"] == read["plain"], name
+    for batches in training.on_ranks("ours", read_copied, tmp_path):
+        assert batches == dict.fromkeys(batches, batches["plain"])

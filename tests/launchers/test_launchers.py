@@ -10,9 +10,10 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lightning as L
@@ -70,15 +71,17 @@ def main(
     """
     for run, url in enumerate(urls):
         leave()
-        kill = At("on_train_batch_start", partial(die_as_chosen, death, run), earlier=1)
-        tell = At("on_train_end", partial(report_rank, run))
         chosen = {**(strategy or {}), **({} if url is None else {"init_method": url})}
         ours = DDPExtStrategy(**chosen) if chosen else "ddp_ext"
-        weights, results = learn(ours, calls, callbacks=[kill, tell], **options)
+        callbacks = [
+            At("on_train_batch_start", partial(die_as_chosen, death, run), earlier=1),
+            At("on_train_end", partial(report_rank, run)),
+        ]
+        weights, results = call_trainer(ours, calls, callbacks=callbacks, **options)
         print_line(json.dumps({"run": run, "weights": weights, "results": results}))
 
 
-def learn(strategy: Any, calls: Sequence[str], **options: Any) -> tuple[str, list[Any]]:
+def call_trainer(strategy: Any, calls: Sequence[str], **options: Any) -> tuple[str, list[Any]]:
     """Call a Trainer's methods, of which the first is ``fit``.
 
     Return the fingerprint of the weights, and the results of the methods after ``fit``.
@@ -141,62 +144,69 @@ class Runs:
         output: str,
         *,
         returns: int | None = None,
-        connections: Sequence[int] | None = None,
+        connections: Mapping[str, int] = MappingProxyType({}),
         results: Sequence[Any] = (),
     ) -> None:
         """Fail unless every rank took part in each run and learned the same as with stock.
 
         Args:
             output: the output of all processes.
-            returns: the number of reports with results of all runs together; by default
-                one of each rank in each run.
-            connections: how often the ranks connected, by run; by default once.
+            returns: how often a process returned from the calls of a run; by default each
+                rank once in each run.
+            connections: how often the ranks connected, by init method; by default once.
             results: what the Trainer's calls after ``fit`` returned in each process.
         """
-        runs = len(self._urls)
-        returns = self._ranks * runs if returns is None else returns
-        connections = [1] * runs if connections is None else connections
         reports = [json.loads(line) for line in re.findall(r"^{.*}$", output, re.MULTILINE)]
-        returned = [report for report in reports if "results" in report]
-        weights, _ = learned_with_stock(self._ranks)
-        assert len(returned) == returns, output
-        assert {report["weights"] for report in reports} == {weights}
-        assert all(report["results"] == list(results) for report in returned), output
+        weights, _ = results_of_stock(self._ranks)
+        assert {report["weights"] for report in reports} == {weights}, output
+
+        # Each rank trained at its place.
         places = {(report["run"], *report["place"]) for report in reports if "place" in report}
         assert places == {
             (run, rank, self._ranks, rank % 2, rank // 2)
-            for run in range(runs)
+            for run in range(len(self._urls))
             for rank in range(self._ranks)
-        }
-        formed = rf"process group: gloo, {self._ranks} ranks, (\S+)$"
-        urls = zip(self._urls.values(), connections, strict=True)
-        expected_urls = [url for url, times in urls for _ in range(times)]
-        assert sorted(re.findall(formed, output, re.MULTILINE)) == sorted(expected_urls), output
+        }, output
+
+        # The calls returned what they return with stock.
+        returned = [report["results"] for report in reports if "results" in report]
+        returns = self._ranks * len(self._urls) if returns is None else returns
+        assert returned == [list(results)] * returns, output
+
+        # The ranks connected by each init method, and left nothing there.
+        connected = re.findall(
+            rf"process group: gloo, {self._ranks} ranks, (\S+)$", output, re.MULTILINE
+        )
+        expected_urls = [
+            url for method, url in self._urls.items() for _ in range(connections.get(method, 1))
+        ]
+        assert sorted(connected) == sorted(expected_urls), output
         assert not list(self._directory.iterdir()), "the last rank to leave removes the file"
 
 
 @cache
-def learned_with_stock(world_size: int) -> tuple[str, list[Any]]:
+def results_of_stock(world_size: int) -> tuple[str, list[Any]]:
     """Return the fingerprint of the weights and the test results with stock ``ddp``."""
     with tempfile.TemporaryDirectory() as directory:
-        on_rank_zero: tuple[str, list[Any]]
-        on_rank_zero, *_ = on_ranks("stock", learn_as, Path(directory), world_size=world_size)
-        return on_rank_zero
+        by_rank = on_ranks("stock", call_stock_trainer, Path(directory), world_size=world_size)
+        return by_rank[0]
 
 
-def learn_as(kind: Kind, directory: Path) -> tuple[str, list[Any]]:
-    return learn(make_strategy(kind, directory), ("fit", "test"), devices=dist.get_world_size())
+def call_stock_trainer(kind: Kind, directory: Path) -> tuple[str, list[Any]]:
+    return call_trainer(
+        make_strategy(kind, directory), ("fit", "test"), devices=dist.get_world_size()
+    )
 
 
-def run_train(argument: str, env: Environment, processes: int = 2, **options: Any) -> str:
+def output_of_script(argument: str, env: Environment, processes: int = 2, **options: Any) -> str:
     """Run the script in several processes of the harness, which must succeed; return their
     output.
     """
-    return output_of_all(launch_ranks(be_train, processes, argument, env=env, **options))
+    return output_of_all(launch_ranks(run_main, processes, argument, env=env, **options))
 
 
-def be_train(rank: int, world_size: int, argument: str) -> None:
-    """Train in this process, which no script started."""
+def run_main(rank: int, world_size: int, argument: str) -> None:
+    """Run ``main`` in a process of the harness, as if the script had started it."""
     sys.argv = [__file__, argument]  # a rank that starts others starts them with it
     main(**json.loads(argument))
 
@@ -209,13 +219,15 @@ def test_processes_with_three_variables_train_as_ranks(tmp_path: Path) -> None:
     limits = dict.fromkeys(
         ("init_timeout", "heartbeat_timeout", "timeout", "save_deadline"), 30 * 86400
     )
-    runs.expect_trained(run_train(runs.argument(strategy=limits), by_hand_env(2, free_port())))
+    runs.expect_trained(
+        output_of_script(runs.argument(strategy=limits), by_hand_env(2, free_port()))
+    )
 
 
 def test_tasks_of_srun_train_as_ranks(tmp_path: Path) -> None:
     """A task of srun is a rank; the job gives the address."""
     runs = Runs(tmp_path, "none", "tcp")
-    runs.expect_trained(run_train(runs.argument(), by_srun()))
+    runs.expect_trained(output_of_script(runs.argument(), by_srun()))
 
 
 def test_processes_of_mpirun_train_as_ranks(tmp_path: Path) -> None:
@@ -226,7 +238,7 @@ def test_processes_of_mpirun_train_as_ranks(tmp_path: Path) -> None:
     host = "::1" if "::1" in of_this_host else "127.0.0.1"
     address = f"[{host}]" if ":" in host else host
     runs = Runs(tmp_path, "tcp", "file", tcp=f"tcp://{address}:{free_port(host)}")
-    runs.expect_trained(run_train(runs.argument(), by_mpirun()))
+    runs.expect_trained(output_of_script(runs.argument(), by_mpirun()))
 
 
 @pytest.mark.parametrize(
@@ -247,12 +259,11 @@ def test_each_start_method_returns_weights_and_results(
     """
     runs = Runs(tmp_path, *methods)
     argument = runs.argument(strategy={"start_method": start_method}, calls=calls)
-    output = run_train(argument, {}, processes=1)
-    _, test_results = learned_with_stock(2)
+    _, test_results = results_of_stock(2)
     runs.expect_trained(
-        output,
+        output_of_script(argument, {}, processes=1),
         returns=len(methods),  # only the launching process returns
-        connections=[len(calls)] * len(methods),
+        connections=dict.fromkeys(methods, len(calls)),
         results=test_results if "test" in calls else [],
     )
 
@@ -272,7 +283,7 @@ def test_ranks_that_torchrun_restarts_connect_again(tmp_path: Path) -> None:
         launch_ranks(be_the_script, 1, torchrun, words, tmp_path.parent, env=env)
     )
     # Both ranks return from the first run, and after the restart from all three.
-    runs.expect_trained(output, returns=2 * (1 + 3), connections=[2, 2, 1])
+    runs.expect_trained(output, returns=2 * (1 + 3), connections={"env": 2, "tcp": 2, "file": 1})
     died = r"rank 0 \(host .+, pid \d+\) died: its process ended unexpectedly; every rank stops\."
     told = re.findall(rf"^\[rank (\d)\] RankDiedError: {died}", output, re.MULTILINE)
     assert told == ["1"], output
@@ -312,7 +323,7 @@ def test_processes_on_two_nodes_train_as_ranks(nodes: Network, shared_dir: Path)
         "GLOO_SOCKET_IFNAME": None,
     }
     places = [nodes[rank // 2] for rank in range(4)]
-    runs.expect_trained(run_train(runs.argument(), env, 4, namespaces=places))
+    runs.expect_trained(output_of_script(runs.argument(), env, 4, namespaces=places))
 
 
 @pytest.mark.nightly
@@ -321,7 +332,7 @@ def test_a_script_on_each_node_starts_its_ranks(nodes: Network, shared_dir: Path
     """A script started by hand with NODE_RANK starts the other ranks of its node."""
     runs = Runs(shared_dir, "tcp", nodes=2, tcp=f"tcp://{nodes[0].address}:{PORT}")
     env: Environment = {"NODE_RANK": str, "GLOO_SOCKET_IFNAME": None}
-    runs.expect_trained(run_train(runs.argument(), env, namespaces=list(nodes)))
+    runs.expect_trained(output_of_script(runs.argument(), env, namespaces=list(nodes)))
 
 
 if __name__ == "__main__":
