@@ -79,7 +79,7 @@ class Kill(L.Callback):
 
     def on_train_start(self, trainer, module):
         if trainer.is_global_zero:
-            print("starts at step", trainer.global_step)
+            print(trainer.global_step, "steps are done")
 
 
 if __name__ == "__main__":
