@@ -23,7 +23,7 @@ from lightning_ddp_ext import ConfigurationError, SlowRanks
 from lightning_ddp_ext.integration.callbacks.slow_ranks import in_words, slow_parts
 from tests.harness import training
 
-SECONDS = 0.05  # that a slow rank takes longer, far more than a step of the model
+SECONDS = 0.08  # that a slow rank takes longer, far more than a step of the model
 EVERY = 10  # batches between comparisons
 # Rank 1 is slow at each part for this many batches, and then as fast as rank 0.
 BATCHES = 40

@@ -101,6 +101,7 @@ class TrainerLoaders:
         """
         self.resume.attach(trainer)
         self.evaluation.end()
+        self._combined_iterator = None  # it keeps the loaders of an earlier run
         self._replaced.prepare_loaders(trainer, self.prepare)
 
     # Preparing loaders.
