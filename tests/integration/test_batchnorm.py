@@ -12,7 +12,7 @@ from typing import Any, Literal
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch import callbacks as lightning_callbacks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -102,7 +102,7 @@ class Feature:
         model: makes the module.
         trainer: options of the Trainer.
         strategy: options of the strategy.
-        averaging: a callback that averages weights, or none.
+        averaging: makes a callback that averages weights, or none.
         tolerance: how far weights may be from those of one process.
         by_callback: whether our callback converts layers.
     """
@@ -110,7 +110,7 @@ class Feature:
     model: Callable[[], Joint] = Joint
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
-    averaging: Sequence[L.Callback] = ()
+    averaging: Callable[[], Sequence[L.Callback]] = list
     tolerance: float = 1e-9
     by_callback: bool = True
 
@@ -127,8 +127,12 @@ FEATURES = {
     "activation checkpointing": Feature(Recomputed),
     "accumulation": Feature(trainer={"accumulate_grad_batches": 2}),
     "bfloat16": Feature(trainer={"precision": "bf16-mixed", "max_steps": 1}, tolerance=2e-2),
-    "SWA": Feature(averaging=[StochasticWeightAveraging(0.01, 1)], **AVERAGING),
-    "EMA": Feature(averaging=[EMAWeightAveraging(decay=0.5)], **AVERAGING),
+    "SWA": Feature(
+        averaging=lambda: [lightning_callbacks.StochasticWeightAveraging(0.01, 1)], **AVERAGING
+    ),
+    "EMA": Feature(
+        averaging=lambda: [lightning_callbacks.EMAWeightAveraging(decay=0.5)], **AVERAGING
+    ),
 }
 
 
@@ -137,7 +141,9 @@ def learned(feature: Feature, strategy: Any, *callbacks: L.Callback, **options: 
     torch.manual_seed(1)
     model = feature.model()
     options = {"precision": "64-true", "max_epochs": 1, **options, **feature.trainer}
-    trainer = training.make_trainer(strategy, callbacks=[*feature.averaging, *callbacks], **options)
+    trainer = training.make_trainer(
+        strategy, callbacks=[*feature.averaging(), *callbacks], **options
+    )
     trainer.fit(model)
     return {
         "weights": training.weights(model),  # with running statistics

@@ -117,7 +117,9 @@ def test_numbers_are_those_of_stock_ddp(ranks: int, tmp_path: Path) -> None:
         for kind in training.KINDS
     )
     training.assert_same(ours, stock)
-    for name in CASES:
+    # With torch 2.8, ranks of stock also end with different weights there.
+    diverging = {"manual accumulation in a static graph"} if torch.__version__ < "2.9" else set()
+    for name in CASES.keys() - diverging:
         for on_rank in ours:
             training.assert_same(on_rank[name]["parameters"], ours[0][name]["parameters"])
         assert ours[0][name]["step"] > 1, name
