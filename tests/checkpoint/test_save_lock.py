@@ -1,6 +1,7 @@
 """Of the ranks that survive, the one that is furthest saves, and never two at once."""
 
 import fcntl
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 
@@ -31,13 +32,17 @@ def test_the_rank_that_is_further_saves(tmp_path: Path) -> None:
 def test_a_rank_waits_for_the_save_of_another(tmp_path: Path) -> None:
     """It raises an error if that takes longer than allowed, and otherwise does not save."""
     path = str(tmp_path / "it.ckpt")
+    waiting: list[Future[bool]] = []
 
     def other_saves() -> None:
         with pytest.raises(TimeoutError, match="did not finish its save within save_deadline"):
             save_if_furthest(path, "run", 4, pytest.fail, 0.0)
+        waiting.append(pool.submit(save_if_furthest, path, "run", 4, pytest.fail, TO_WAIT))
+        assert not wait(waiting, timeout=0.5).done
 
-    assert save_if_furthest(path, "run", 4, other_saves, TO_WAIT)
-    assert not save_if_furthest(path, "run", 4, pytest.fail, TO_WAIT)
+    with ThreadPoolExecutor() as pool:
+        assert save_if_furthest(path, "run", 4, other_saves, TO_WAIT)
+    assert [each.result() for each in waiting] == [False]
 
 
 def test_a_failed_save_leaves_the_lock_to_a_rank_that_waits(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class Scorer(L.LightningModule):
         self.samples: dict[int, list[list[int]]] = {number: [] for number in range(loaders)}
 
     def validation_step(self, numbers: Tensor, index: int, dataloader_idx: int = 0) -> None:
-        scores = (numbers * 0.618) % 1
+        scores = (numbers * 0.254) % 1  # each sample that counts twice changes the metric
         auroc: Any = self.aurocs[dataloader_idx]
         auroc.update(scores, numbers % 2)
         self.log(f"auroc {dataloader_idx}", auroc)

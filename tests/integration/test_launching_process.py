@@ -139,8 +139,8 @@ def reports() -> list[Report]:
     output = run_script(
         SCRIPT, SEED, env={"RANK": "0", "OMP_NUM_THREADS": None, "DDPX_INIT_METHOD": url}
     )
-    formed = f"process group: gloo, 2 ranks, {url}\n"
-    assert output.count(formed) == 1, "the ranks connect once, for all Trainers"
+    # The ranks connect once, for all Trainers.
+    assert output.count(f"process group: gloo, 2 ranks, {url}\n") == 1
     return [Report(**json.loads(line)) for line in output.splitlines() if line.startswith("{")]
 
 

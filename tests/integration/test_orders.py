@@ -184,8 +184,12 @@ def in_parts() -> DataLoader[Any]:
 
 def by_own_generator() -> DataLoader[Any]:
     """Return a loader whose generator has another seed on each rank."""
-    own = torch.Generator().manual_seed(dist.get_rank())
-    return DataLoader(continuing.Numbers(DRAWN), 2, shuffle=True, generator=own)
+    return DataLoader(
+        continuing.Numbers(DRAWN),
+        2,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(dist.get_rank()),
+    )
 
 
 def two_loaders() -> list[DataLoader[Any]]:

@@ -323,11 +323,15 @@ def training_of(case: Case, rank: int, ranks: int, place: Path) -> continuing.Tr
         "val_check_interval": case.length(ranks) - 1,
         "model": partial(module, dropout=0.5 if case.repeats_random_numbers else 0.0),
     }
-    # Otherwise DDP rebuilds its buckets after the first step, and three ranks then add up in
-    # another order.
-    strategy = {"find_unused_parameters": ranks == 3}
     return continuing.Training(
-        partial(loaders_of, case, rank), place.parent, ranks, options, strategy, name=place.name
+        partial(loaders_of, case, rank),
+        place.parent,
+        ranks,
+        options,
+        # Otherwise DDP rebuilds its buckets after the first step, and three ranks then add up in
+        # another order.
+        strategy={"find_unused_parameters": ranks == 3},
+        name=place.name,
     )
 
 

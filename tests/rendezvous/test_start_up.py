@@ -227,8 +227,7 @@ def test_a_file_with_other_content_is_refused_and_left_unchanged(tmp_path: Path)
     """The error of every rank shows how the file begins."""
     path = tmp_path / "config.yaml"
     path.write_text("learning_rate: 0.1\n")
-    outcomes = outcomes_at(File(str(path)), [{}, {}])
-    assert common_message(outcomes, RendezvousError) == (
+    assert common_message(outcomes_at(File(str(path)), [{}, {}]), RendezvousError) == (
         f"init_method 'file://{path}': the file does not contain the address of a rank 0 (it "
         "begins with b'learning_rate'); choose a file that does not exist yet"
     )

@@ -99,8 +99,7 @@ def mark_of_script() -> str:
 def wait_for_rank_one(script: RankProcesses) -> int:
     """Wait until rank 1 has started, before it imports anything; return its process id."""
     begins = "rank 1 begins as process "
-    output = script.wait_for_output(begins, 0)
-    return int(output.partition(begins)[2].split()[0])
+    return int(script.wait_for_output(begins, 0).partition(begins)[2].split()[0])
 
 
 @pytest.mark.parametrize(
