@@ -97,7 +97,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             Samples that stock Lightning repeats have a separate step.
         uneven_inputs: how an epoch ends if the ranks have different numbers of training
             batches. ``"stop_at_shortest"`` ends it after the last step for which every
-            rank has a batch. ``None`` raises if the lengths of the loaders differ.
+            rank has a batch. ``None`` raises if a rank would wait for a shorter one.
         resume_data: where training continues in a checkpoint's epoch: ``"exact"``
             continues with the next batch and each rank's random states, or starts the
             epoch again if its order cannot be drawn again; ``"stock"`` does what
@@ -105,7 +105,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         stop_checkpoint: where the last finished step is saved if the run ends early: by
             SIGTERM, Ctrl-C or SLURM's signal, or by a rank that fails or dies. A file
             name is placed in a folder of the command and of the number of the fit,
-            beside the other checkpoints, where ``ckpt_path="last"`` finds it. A path is
+            in the Trainer's ``checkpoints``, where ``ckpt_path="last"`` finds it. A path is
             used as it is. ``None`` saves nothing.
         save_deadline: seconds or ``timedelta`` between a signal or exception and the
             moment when ranks are killed without saving; ``None``: 25 s under torchrun,
@@ -500,14 +500,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             return decision
         self._metrics.flush()
         enter_decision(caller_in_lightning())
-        if all:
-            # Lightning compares the number of ranks that agree with the number of all ranks.
-            # But `reduce` leaves out ranks that are idle in an exact evaluation, so instead
-            # the ranks decide whether any disagrees.
-            any_disagrees = super().reduce_boolean_decision(not decision, all=False)
-            decided = not any_disagrees
-        else:
-            decided = super().reduce_boolean_decision(bool(decision), all=False)
+        decided = super().reduce_boolean_decision(bool(decision), all=all)
         check_received()
         return decided
 
