@@ -7,10 +7,11 @@ the place at which a run continues is one number:
 Loader                Place            A resumed run
 ====================  ===============  ==============================================
 with one of our       items that all   draws the order again, and starts there, on
-samplers              ranks have read  any number of ranks
+samplers              ranks have read  any number of ranks, unless the sampler's
+                                       ``uneven`` is ``"exact"``
 over another sampler  items that this  draws the order of this rank again, and starts
                       rank has read    there
-with a state          batches of this  restores the state
+with a state          batches of this  restores the state, whatever its sampler
                       rank
 any other             unknown          starts the epoch again
 ====================  ===============  ==============================================

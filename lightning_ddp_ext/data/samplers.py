@@ -1,6 +1,6 @@
 """Split the order of an epoch's samples among the ranks, from any position in it.
 
-The order is the same for any number of ranks:
+Except for the last one, the order is the same for any number of ranks:
 
 =================================  =====================================================
 Sampler                            Order

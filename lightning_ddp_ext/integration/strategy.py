@@ -104,9 +104,10 @@ class DDPExtStrategy(RankDevicesStrategy):
             Lightning does.
         stop_checkpoint: where the last finished step is saved if the run ends early: by
             SIGTERM, Ctrl-C or SLURM's signal, or by a rank that fails or dies. A file
-            name is placed in a folder of the command and of the number of the fit,
-            in the Trainer's ``checkpoints``, where ``ckpt_path="last"`` finds it. A path is
-            used as it is. ``None`` saves nothing.
+            name is placed in a folder of the command and of the number of the fit, where
+            ``ckpt_path="last"`` finds it: in the ``dirpath`` of the Trainer's
+            ``ModelCheckpoint``, or in ``<default_root_dir>/checkpoints``. A path is used
+            as it is. ``None`` saves nothing.
         save_deadline: seconds or ``timedelta`` between a signal or exception and the
             moment when ranks are killed without saving; ``None``: 25 s under torchrun,
             which kills ranks after 30 s, and 10 minutes elsewhere.

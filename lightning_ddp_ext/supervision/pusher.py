@@ -132,7 +132,7 @@ class _Inquiry:
 class StatusPusher:
     """Pushes this rank's status, and ends its waits that take too long.
 
-    A thread works until the ranks disconnect. A single rank needs none.
+    A thread works until the ranks disconnect, or one of them has failed. A single rank needs none.
     """
 
     def __init__(self, context: ProcessContext) -> None:

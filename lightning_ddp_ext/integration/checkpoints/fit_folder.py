@@ -1,6 +1,7 @@
 """Name the folder of a fit, and list the stop checkpoints in it.
 
-Each fit of a command has a folder beside the Trainer's checkpoints::
+Each fit of a command has a folder in the ``dirpath`` of the Trainer's
+``ModelCheckpoint``, or else in ``<default_root_dir>/checkpoints``::
 
     <directory>/<command>-<number of the fit>[-<number of the SLURM job>]
 

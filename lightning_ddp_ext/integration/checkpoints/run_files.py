@@ -1,7 +1,8 @@
 """Find the file with which a run continues, and name the one that it saves if it ends early.
 
 ``ckpt_path="last"`` means the newest of the stop checkpoints in the fit's folder (see
-``fit_folder``) and of the files that the Trainer's own callbacks save. A SLURM job
+``fit_folder``), or the one at the path that ``stop_checkpoint`` names, of the ``last``
+files of ``ModelCheckpoint``, and of the file of ``OnExceptionCheckpoint``. A SLURM job
 without a file in its folder continues with that of an earlier job of the same command.
 
 Lightning looks for ``"last"`` before the ranks are connected. It gets a placeholder, and
@@ -204,7 +205,7 @@ class RunFiles:
     # Finishing.
 
     def remove_obsolete(self, trainer: Any) -> None:
-        """Remove the stop checkpoints of a fit that continued from ``"last"`` and finished.
+        """Remove the stop checkpoints of a fit that continued from one of them and finished.
 
         Otherwise the same command would resume from them every time. A file that changed
         meanwhile is kept. A fit that a callback stopped may be continued, and a trial run

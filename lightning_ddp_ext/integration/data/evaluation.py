@@ -42,7 +42,7 @@ class Evaluation:
     As in stock Lightning, every rank reads the same number of samples, in batches of
     the same sizes; some ranks repeat a sample for this. The repeated samples are alone
     in the last step. On an idle rank, logged values and metrics are restored after the
-    step, and reductions leave the rank out.
+    step, and the reduction of these values leaves the rank out.
 
     Args:
         strategy: our strategy.
@@ -64,7 +64,7 @@ class Evaluation:
     def end(self) -> None:
         """End the evaluation, after which no rank is idle."""
         # Of each batch that was read and had no step yet, since Lightning may read ahead. A
-        # step that a user calls by hand has no batch here.
+        # step that a user calls by hand has no batch here, unless one was read ahead.
         self._idle_ranks_of_batches: deque[tuple[int, ...]] = deque()
         self.idle_ranks: tuple[int, ...] = ()
         self.is_idle = False

@@ -1,14 +1,15 @@
 """Wrap the loaders of a strategy, and start their iterators.
 
 Lightning calls :meth:`TrainerLoaders.prepare` where it would put its own sampler into a
-loader. The result appears to be the user's loader; it iterates a ``DistributedLoader``,
-whose iterators do nothing until their first batch is requested. Then:
+loader. For predictions, it gets what it would make itself. Otherwise, the result appears
+to be the user's loader; it iterates a ``DistributedLoader``, whose iterators do nothing
+until their first batch is requested. Then:
 
 1. The epoch is set in the loader.
 2. In training, the epoch's first iterator lets ``Resume`` decide where the epoch begins,
    and starts the iterators of all training loaders, so that all of them draw random
    numbers before any batch is read.
-3. Before each further batch of the first training loader, all ranks may stop.
+3. Before each batch of the first training loader, all ranks may stop.
 
 How the samples of a loader are divided among the ranks:
 

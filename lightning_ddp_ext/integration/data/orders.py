@@ -145,8 +145,8 @@ class Orders:
         """Give the seed and the keys to the samplers of the training loaders.
 
         Each loader gets its own seed, so that two of the same length do not draw the same
-        order. The exception is a sampler that draws the order of stock ``ddp``, which has
-        one seed for all loaders.
+        order. The exceptions are a sampler of ours that a user has made, which keeps its
+        seed, and one that draws the order of stock ``ddp``, which has one seed for all.
         """
         assert self.seed is not None  # since the loaders are prepared
         for number, loader in enumerate(training_loaders_of(self._strategy.current_trainer)):
