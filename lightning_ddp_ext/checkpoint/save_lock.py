@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -40,18 +41,16 @@ def save_if_furthest(
     Raises:
         TimeoutError: another rank did not finish its save in time.
     """
-    lock_of(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(lock_of(path), "a+b", buffering=0) as file:
-        _lock(file, time.monotonic() + seconds)
+    lock = lock_of(path)
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(lock, time.monotonic() + seconds) as file:
         file.seek(0)
         if _saved_batches(file.read(), token) >= batches:
             return False
         try:
             save()
         except BaseException:
-            # Record nothing, so that another survivor saves. Keep the file: ranks may be
-            # waiting for its lock, and others would lock a new file at the same time.
-            file.truncate(0)
+            lock.unlink(missing_ok=True)  # nothing is recorded, so that another survivor saves
             raise
         with suppress(OSError):  # if nothing is recorded, another survivor saves again
             file.truncate(0)
@@ -75,15 +74,41 @@ def lock_of(path: str) -> Path:
     return local.with_name(f".{local.name}.lock")
 
 
-def _lock(file: IO[bytes], deadline: float) -> None:
-    """Lock a file; raise a ``TimeoutError`` if another rank holds it until the deadline."""
+@contextmanager
+def _locked(lock: Path, deadline: float) -> Iterator[IO[bytes]]:
+    """Open and lock a file for the block.
+
+    Raises:
+        TimeoutError: another rank holds it until the deadline.
+    """
     while True:
-        with suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+        with open(lock, "a+b", buffering=0) as file:
+            if _is_locked(file, lock):
+                yield file
+                return
         if time.monotonic() > deadline:
             raise TimeoutError("another rank did not finish its save within save_deadline")
         time.sleep(_POLL_SECONDS)
+
+
+def _is_locked(file: IO[bytes], lock: Path) -> bool:
+    """Try to lock an open file; return whether this succeeded, and it is still at its path.
+
+    A rank whose save fails removes the file while others wait for it. Its lock is then
+    worth nothing, because further ranks lock a new file.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     lock = Path(folder, "lock")
+    ...     with open(lock, "wb") as file:
+    ...         is_locked = _is_locked(file, lock)
+    ...         lock.unlink()
+    ...         print(is_locked, _is_locked(file, lock))
+    True False
+    """
+    with suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(lock))
+    return False
 
 
 def _saved_batches(content: bytes, token: str) -> int:
