@@ -105,12 +105,16 @@ class Evaluation:
     def start(self, loader: DistributedLoader) -> Iterator[Any]:
         """Start an iterator now, while the caller has set the seed of its workers."""
         even = iterable_of(index_sampler_of(loader.loader))
-        return self._record(iter(loader.loader), even if isinstance(even, EvenBatches) else None)
+        idle_ranks = even.repeating_ranks() if isinstance(even, EvenBatches) else ()
+        last = len(even) - 1 if idle_ranks else None  # the batch in whose step they are idle
+        return self._record(iter(loader.loader), last, idle_ranks)
 
-    def _record(self, batches: Iterator[Any], even: EvenBatches | None) -> Iterator[Any]:
+    def _record(
+        self, batches: Iterator[Any], last: int | None, idle_ranks: tuple[int, ...]
+    ) -> Iterator[Any]:
         """Yield batches, and record for each which ranks are idle in its step."""
         for number, batch in enumerate(each_of(batches)):
-            self._idle_ranks_of_batches.append(() if even is None else even.ranks_without(number))
+            self._idle_ranks_of_batches.append(idle_ranks if number == last else ())
             yield batch
 
     @contextmanager
@@ -170,10 +174,6 @@ class EvenBatches:
         if left_over == 0 or not self._has_own_steps():
             return ()
         return tuple(range(left_over, world_size))
-
-    def ranks_without(self, number: int) -> tuple[int, ...]:
-        """Return the ranks for which the batch of this number, from 0, does not count."""
-        return self.repeating_ranks() if number == len(self) - 1 else ()
 
     def __iter__(self) -> Iterator[Any]:
         if not self.repeating_ranks():

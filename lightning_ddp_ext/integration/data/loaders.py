@@ -118,21 +118,19 @@ class TrainerLoaders:
         if mode == RunningStage.PREDICTING:
             return as_lightning(source, shuffle, mode)
         divided = self._divide(as_lightning, source, shuffle, mode)
+        is_divided = divided is not source
         if mode == RunningStage.TRAINING:
             self._combined_iterator = None  # it keeps earlier loaders, which are not needed
             loader = DistributedLoader(
                 divided,
                 self._start,
-                is_divided=divided is not source,
+                is_divided=is_divided,
                 length=self.uneven.agree_on_length(divided),
                 position_in=self._position_in,
             )
         else:
             loader = DistributedLoader(
-                divided,
-                self._start,
-                on_iterator=self._before_validation,
-                is_divided=divided is not source,
+                divided, self._start, on_iterator=self._before_validation, is_divided=is_divided
             )
             self.evaluation.prepare(loader, mode)
         return loader.shown()
